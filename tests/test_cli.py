@@ -356,7 +356,7 @@ def test_a_key_chooses_the_weights_of_every_command(vits, tmp_path, capsys, monk
     monkeypatch.chdir(tmp_path)
     first, second = (Population(vits).network(k).state_dict() for k in (0, 1))
     torch.save({"student": first, "teacher": second}, "dino.pth")
-    for command in ("inspect", "verify", "covariance", "audit"):
+    for command in ("inspect", "verify", "covariance"):
         code, _, err = run(command, "dino.pth", capsys=capsys)
         assert code == 3
         assert "choose one with --key (key= in Python): 'student', 'teacher'" in err
@@ -371,6 +371,7 @@ def test_a_key_chooses_the_weights_of_every_command(vits, tmp_path, capsys, monk
     bad = ("fit-init", "dino.pth", "--structure", "identity_product", "-o", "x.safetensors", "--option", "config={x}")
     for wrong in (("products", f"{vits}::1"), bad):
         assert run(*wrong, "--key", "teacher", capsys=capsys)[0] == 2
+    assert run("audit", "dino.pth", "--key", "teacher", "--init", "mimetic_mlp", capsys=capsys)[0] == 1
     mamba = Mamba(10, 8, 1).state_dict()
     torch.save({"student": mamba, "teacher": mamba}, "mamba.pth")
     maps = ("attention-maps", "mamba.pth", "--key", "teacher")

@@ -68,7 +68,8 @@ def merge(base: Store, adapter: Store) -> Store:
                 raise DataError(f"{where}: `{target}` of {base.label} is {weight.shape}, which do not fit {found}")
             patterns = config.get("alpha_pattern") or {}
             chosen = (patterns[key] for key in patterns if re.match(rf"(.*\.)?({key})$", module))
-            scale = next(chosen, config["lora_alpha"]) / (math.sqrt(rank) if config.get("use_rslora") else rank)
+            alpha = next(chosen, config.get("lora_alpha", 8))  # the default of peft
+            scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
             change = partial(_changed, first=entry, second=second, scale=scale, turned=turned)
             base.tensors[target] = weight.changed(target, change)
         elif factor != "B.weight":

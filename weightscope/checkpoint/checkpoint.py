@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +15,7 @@ from weightscope._util.results import Result, text_table
 from weightscope._util.sources import ARTIFACT_KEY
 from weightscope.checkpoint.adapters import merge
 from weightscope.checkpoint.files import Folder, open_path
-from weightscope.checkpoint.tensors import (
-    FileCheck,
-    Store,
-    StoredTensor,
-    not_weights,
-    open_mapping,
-    open_module,
-)
+from weightscope.checkpoint.tensors import FileCheck, Store, StoredTensor, not_weights, open_mapping, open_module
 from weightscope.errors import DataError, UsageError
 from weightscope.spec import TensorSpec, WeightSpec
 
@@ -84,7 +77,8 @@ class Checkpoint(Mapping[str, Tensor], Result):
         adapter: str | Path | None = None,
         quiet: bool = False,
     ) -> None:
-        self._given: tuple[Any, dict[str, Any]] = source, {"key": key, "adapter": adapter, "quiet": quiet}
+        named, options = isinstance(source, str | Path), {"key": key, "adapter": adapter, "quiet": quiet}
+        self._given = (source, options) if named else None
         self.key, self.adapter = key, None if adapter is None else str(adapter)
         self._store = _open(source, key)
         if adapter is not None:
@@ -180,10 +174,14 @@ class Checkpoint(Mapping[str, Tensor], Result):
     def __len__(self) -> int:
         return len(self._weights)
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Opened again in another process."""
-        source, options = self._given
-        return partial(Checkpoint, **options), (source,)
+    def __getstate__(self) -> Any:
+        return self._given or self.__dict__  # a file is opened again in another process
+
+    def __setstate__(self, state: Any) -> None:
+        if isinstance(state, tuple):
+            Checkpoint.__init__(self, state[0], **state[1])
+        else:
+            self.__dict__.update(state)
 
     __eq__, __hash__ = object.__eq__, object.__hash__  # equality of mappings would read everything
 

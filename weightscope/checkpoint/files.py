@@ -8,6 +8,7 @@ import zipfile
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,13 +22,7 @@ from weightscope._util.environment import available_memory
 from weightscope._util.sources import ARTIFACT_KEY, POPULATION_FILE, reason
 from weightscope.checkpoint import adapters
 from weightscope.checkpoint.formats import METADATA, open_distributed, open_gguf, open_msgpack, torch_like
-from weightscope.checkpoint.tensors import (
-    SAFETENSORS_TYPES,
-    FileCheck,
-    Store,
-    StoredTensor,
-    printable,
-)
+from weightscope.checkpoint.tensors import SAFETENSORS_TYPES, FileCheck, Store, StoredTensor, printable
 from weightscope.checkpoint.torch_files import check_records, open_torch
 from weightscope.errors import DataError, UsageError
 
@@ -108,11 +103,9 @@ def open_folder(folder: Folder, key: str | None = None) -> Store:
     """The tensors of a model folder."""
     names, where = set(folder.names()), folder.where
     found = [name for name in CANDIDATES if name in names][:1]
-    if not found and METADATA in names and any(name.endswith(".distcp") for name in names):
-        parts = [folder.file(name)[0] for name in sorted(names) if name == METADATA or name.endswith(".distcp")]
-        store = open_distributed(parts[0].parent, where, key)
-        store.label, store.files = where, folder
-        return store
+    if not found and METADATA in names:
+        parts = [folder.file(name)[0] for name in names if name == METADATA or name.endswith(".distcp")]
+        return replace(open_distributed(parts[0].parent, where, key), files=folder)
     for suffixes in ((".safetensors",), TORCH_SUFFIXES, (_NPZ,), (_GGUF,), (_FLAX,), (_PICKLE,)):
         found = found or sorted(name for name in names if name.endswith(suffixes) and plain(name))
     if len(found) > 1:
@@ -210,13 +203,12 @@ def _open_npz(path: Path, where: str) -> Store:
         for entry in archive.infolist():
             name = printable(entry.filename.removesuffix(".npy"), where)
             array = _npz_array(archive, entry, name.replace("/", ".") if google else name, f"{where}: {entry.filename}")
-            if isinstance(array, StoredTensor):
-                found.append(array)
-            else:
+            if isinstance(array, str):
                 left[name] = array
+            else:
+                found.append(array)
     store = torch_like(found, where) if google else Store(where, {array.name: array for array in found})
-    store.unreadable = left
-    return store
+    return replace(store, unreadable=left)
 
 
 def _npz_array(archive: zipfile.ZipFile, entry: zipfile.ZipInfo, name: str, where: str) -> StoredTensor | str:
@@ -259,8 +251,7 @@ def _open_safetensors(path: Path, where: str) -> Store:
         tensors = dict[str, StoredTensor]()
         for name in file.offset_keys():
             header = file.get_slice(printable(name, where))
-            kind, shape = header.get_dtype(), tuple(header.get_shape())
-            load = partial(file.get_tensor, name)
+            kind, shape, load = header.get_dtype(), tuple(header.get_shape()), partial(file.get_tensor, name)
             tensors[name] = StoredTensor(name, shape, SAFETENSORS_TYPES.get(kind), load, name, f"{where}: ", kind)
         return Store(where, tensors, metadata=file.metadata() or {})
     except OSError as error:

@@ -3,6 +3,7 @@
 import re
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -55,13 +56,13 @@ def open_distributed(folder: Path, where: str, key: str | None) -> Store:
     except Exception as error:  # what unpickling happens to raise
         raise DataError(f"{where}: {METADATA} is damaged or of another version of torch: {error}") from error
     weights, beside, note = weights_in(state, key, where)
-    found = {}
-    for name, tensor in weights.items():
-        if tensor is not None:
-            stored = names[id(tensor)]
-            found[name] = StoredTensor(
-                printable(name, where), tuple(tensor.shape), tensor.dtype, partial(read, stored, tensor), stored
-            )
+    found = {
+        name: StoredTensor(
+            printable(name, where), tuple(t.shape), t.dtype, partial(read, names[id(t)], t), names[id(t)]
+        )
+        for name, t in weights.items()
+        if t is not None
+    }
     return Store(where, found, beside | dict.fromkeys(weights.keys() - found.keys(), "no tensor"), note=note)
 
 
@@ -123,15 +124,14 @@ def open_msgpack(path: Path, where: str, key: str | None) -> Store:
 
     def array(code: int, data: bytes) -> Any:
         if code not in (1, 3):  # an array, a NumPy scalar
-            return f"extension {code}"
+            return None
         shape, kind, values = msgpack.unpackb(data, raw=True)
         return torch.frombuffer(bytearray(values), dtype=getattr(torch, kind.decode())).reshape(shape)
 
     def whole(pairs: list[tuple[str, Any]]) -> Any:
         value = dict(pairs)
-        if "__msgpack_chunked_array__" not in value:
-            return value
-        return torch.cat(list(value["chunks"].values())).reshape(list(value["shape"].values()))
+        chunked = "__msgpack_chunked_array__" in value
+        return torch.cat([*value["chunks"].values()]).reshape([*value["shape"].values()]) if chunked else value
 
     try:
         value = msgpack.unpackb(path.read_bytes(), ext_hook=array, object_pairs_hook=whole, strict_map_key=False)
@@ -142,9 +142,7 @@ def open_msgpack(path: Path, where: str, key: str | None) -> Store:
     weights, left, _ = weights_in(value, key or "params", where)
     left |= {name: "no tensor" for name, item in weights.items() if not isinstance(item, Tensor)}
     entries = [in_memory(printable(name, where), value) for name, value in weights.items() if name not in left]
-    store = torch_like(entries, where)
-    store.unreadable = left
-    return store
+    return replace(torch_like(entries, where), unreadable=left)
 
 
 # Google's Vision Transformers, of vision_transformer and of big_vision, in timm's names.
@@ -184,7 +182,8 @@ def torch_like(entries: Sequence[StoredTensor], where: str) -> Store:
         name = f"{path}.{_LEAVES.get(leaf, leaf)}" if path else leaf
         parent, _, layer = entry.name.rpartition(".")[0].rpartition(".")
         if leaf == "kernel" and len(entry.shape) > 1:
-            entry = entry.changed(name, partial(_turned, layer=layer if parent in heads else ""))
+            joined = parent in heads and len(entry.shape) == 3
+            entry = entry.changed(name, partial(_turned, layer=layer if joined else ""))
         elif leaf == "bias" and parent in heads:
             entry = entry.changed(name, Tensor.flatten)
         store.tensors[name] = entry
