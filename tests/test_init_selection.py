@@ -184,6 +184,15 @@ def test_hugging_faces_convnext_matches_timms():
         torch.testing.assert_close(ours.eval()(images), teacher.eval()(images).logits, rtol=1e-3, atol=1e-4)
 
 
+def test_what_stands_before_all_names_of_the_teacher_is_named():
+    teacher = {f"student.backbone.{name}": value for name, value in vit().state_dict().items()}
+    for initialise, small in ((select_weights_, student()), (transfer_, vit(seed=1))):
+        with pytest.raises(
+            SpecError, match=r"names of the trained network begin with `student\.backbone\.`, the module's"
+        ):
+            initialise(small, teacher)
+
+
 def test_a_network_of_a_population_is_a_teacher(tmp_path):
     teachers = [vit(width=16, depth=2, heads=2, image=8, seed=seed) for seed in (0, 1)]
     for k, teacher in enumerate(teachers):

@@ -30,6 +30,7 @@ def test_a_complete_population(tmp_path: Path) -> None:
     assert found.quantiles["learning_rate"]["0.5"] == pytest.approx(np.median(kept))
     assert "test_accuracy" not in found.quantiles  # (n, E)
     assert found.bytes_on_disk == sum(p.stat().st_size for p in path.rglob("*.*") if p.is_file())
+    assert f", {found.bytes_on_disk / 1024:,.1f} KiB\n" in found.text()
     assert len(found.made_on) == 1
     assert json.loads(json.dumps(found.to_dict(), allow_nan=False))["recipe"] == fake.recipe().to_dict()
 

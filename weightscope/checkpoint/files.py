@@ -219,7 +219,7 @@ def _npz_array(archive: zipfile.ZipFile, entry: zipfile.ZipInfo, name: str, wher
             raise DataError(f"{where}: expected version 1.0 or 2.0 of the .npy format, found {version}")
         shape, _, dtype = _NPY_HEADERS[version](stream)
     native = np.dtype(np.int16) if dtype == "V2" else dtype.newbyteorder("=")
-    if native.kind not in "biufc":
+    if native.char not in "?bhilqBHILQefdFD":  # what torch has
         return f"{'pickled objects' if dtype.hasobject else f'of type {dtype}'}, not read"
     # two bytes of no type are JAX's bfloat16
     kind = torch.bfloat16 if dtype == "V2" else torch.from_numpy(np.empty(0, native)).dtype

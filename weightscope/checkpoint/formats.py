@@ -147,17 +147,18 @@ def open_msgpack(path: Path, where: str, key: str | None) -> Store:
 
 # Google's Vision Transformers, of vision_transformer and of big_vision, in timm's names.
 _VIT = (
-    (r".*Transformer\.encoderblock_(\d+)\.", r"blocks.\1."),
+    (r"^(opt\.target|params)\.", ""),
+    (r"Transformer\.encoderblock_(\d+)\.", r"blocks.\1."),
     (r"MultiHeadDotProductAttention_\d+\.out\.", "attn.proj."),
     (r"MultiHeadDotProductAttention_\d+\.(query|key|value)\.", lambda match: f"attn.{match[1][0]}_proj."),
     (r"MlpBlock_\d+\.Dense_0\.", "mlp.fc1."),
     (r"MlpBlock_\d+\.Dense_1\.", "mlp.fc2."),
     (r"LayerNorm_0\.", "norm1."),
     (r"LayerNorm_[12]\.", "norm2."),
-    (r".*Transformer\.encoder_norm\.", "norm."),
-    (r".*Transformer\.posembed_input\.pos_embedding$", "pos_embed"),
-    (r"(.*\.|^)embedding\.(kernel|bias)$", r"patch_embed.proj.\2"),
-    (r"(.*\.|^)cls$", "cls_token"),
+    (r"Transformer\.encoder_norm\.", "norm."),
+    (r"Transformer\.posembed_input\.pos_embedding$", "pos_embed"),
+    (r"(^|\.)embedding\.(kernel|bias)$", r"\1patch_embed.proj.\2"),
+    (r"(^|\.)cls$", r"\1cls_token"),
 )
 _LEAVES = {"kernel": "weight", "scale": "weight", "embedding": "weight"}
 

@@ -210,8 +210,8 @@ def _nested(value: Mapping[Any, Any], path: str = "") -> Iterator[tuple[str, Map
 
 
 def _ends(tensors: Mapping[Any, Any]) -> set[tuple[str, ...]]:
-    """The last three parts of the tensors' names, before which wrappers may add others."""
-    return {tuple(str(name).split(".")[-3:]) for name, value in tensors.items() if isinstance(value, Tensor)}
+    """The last two parts of the tensors' names, before which wrappers may add others."""
+    return {tuple(str(name).split(".")[-2:]) for name, value in tensors.items() if isinstance(value, Tensor)}
 
 
 def flat(value: Mapping[str, Any]) -> dict[str, Any]:
