@@ -1,4 +1,4 @@
-r"""Permutation specifications by the names of tensors: architectures.toml for known ones, and files of one's own.
+r"""Permutation specifications by the names of tensors: permutation_rules.toml for known ones, and files of one's own.
 
 A rule is a name and what its axes are. The name is a regular expression in which `.` is a point, `<b>` a number that
 is then known as `{b}`, and `@` at the end `.weight` or `.bias`; a bias has the first axes of its weight. Each axis is
@@ -31,7 +31,7 @@ Heads: TypeAlias = dict[str, tuple[str | None, int]]
 @cache
 def architectures() -> Mapping[str, Rules]:
     """Architecture -> its rules, in the order in which they are tried."""
-    tables = tomllib.loads(Path(__file__).with_name("architectures.toml").read_text(encoding="utf-8"))
+    tables = tomllib.loads(Path(__file__).with_name("permutation_rules.toml").read_text(encoding="utf-8"))
     return {name: [(tensor, axes.split()) for tensor, axes in rules.items()] for name, rules in tables.items()}
 
 
