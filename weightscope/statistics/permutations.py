@@ -361,11 +361,8 @@ def repeated(axes: Sequence[str | None]) -> set[str]:
     """The groups that are on several axes in a way that statistics do not know: all but one, without signs, on two."""
     named = [bare(axis) for axis in axes if axis is not None]
     several = {group for group in named if named.count(group) > 1}
-    return (
-        set()
-        if all(axes.count(group) == 2 == named.count(group) for group in several) and len(several) < 2
-        else several
-    )
+    known = len(several) < 2 and all(axes.count(group) == 2 == named.count(group) for group in several)
+    return set() if known else several
 
 
 def subsets(labels: Sequence[str]) -> Iterator[tuple[str, ...]]:
