@@ -433,15 +433,6 @@ def test_gpt2_cross_attention_and_a_square_conv1d():
     torch.testing.assert_close(x @ mlp.read("fc1").T + mlp.read_bias("fc1"), model.h[0].mlp.c_fc(x))
 
 
-def test_nanogpt_keeps_the_same_names_in_linear_layers():
-    attn = nn.Module()
-    attn.c_attn, attn.c_proj, attn.n_head = nn.Linear(8, 24), nn.Linear(8, 8), 2
-    (part,) = anatomy.attention(nn.ModuleDict({"attn": attn}))
-    x = torch.randn(3, 8, generator=torch.Generator().manual_seed(0))
-    theirs = attn.c_attn(x).chunk(3, -1)[1].reshape(3, 2, 4).transpose(0, 1)
-    torch.testing.assert_close(x @ part.read("k") + part.read_bias("k").unsqueeze(1), theirs)
-
-
 def test_what_only_looks_like_a_part():
     shims.timm()
     models = pytest.importorskip("torchvision.models")
@@ -486,15 +477,6 @@ def test_falcon_packs_queries_by_key_head_and_its_config_says_so(options, kv_hea
             heads = range(4) if name == "q" else map(part.kv_head, range(wanted.shape[2]))
             mine = [x[0] @ part.read(name)[h] + part.read_bias(name)[h] for h in heads]
             torch.testing.assert_close(torch.stack(mine, 1), wanted[0])
-
-
-def test_swin_has_a_head_count_for_each_stage_in_its_config():
-    transformers = shims.transformers()
-    config = transformers.SwinConfig(
-        image_size=32, patch_size=4, embed_dim=12, depths=[1, 1], num_heads=[2, 4], window_size=2
-    )
-    model = transformers.SwinModel(config)
-    assert [part.heads for part in anatomy.attention(model.state_dict(), config.to_dict())] == [2, 4]
 
 
 def test_depthwise_filters_are_found_by_shape_under_any_name():

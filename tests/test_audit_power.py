@@ -243,10 +243,10 @@ def test_a_bad_number_in_a_filter_fails_the_audit(name, value):
 
 
 def test_empty_kernels_are_named():
-    state = {"a.weight": torch.zeros(8, 1, 0, 0), "b.weight": torch.randn(8, 1, 3, 3)}
+    state = {"a.weight": torch.zeros(8, 1, 0, 0), "b.dwconv.weight": torch.randn(8, 1, 3, 3)}
     with pytest.raises(AnatomyError, match=r"random_filters: .*`a.weight` \(8, 1, 0, 0\); strict=False"):
         audit(state, "random_filters")
-    assert audit(state, "random_filters", strict=False).unparsed == ("a.weight",)
+    assert audit(state, "random_filters", strict=False).unparsed == ("a.weight (8, 1, 0, 0)",)
     with pytest.raises(AnatomyError, match=r"`a.weight` \(8, 1, 0, 0\); none can be used"):
         audit({"a.weight": state["a.weight"]}, "box_filters")
     model = nn.Sequential(nn.Linear(3, 4), nn.Conv1d(2, 2, 3))

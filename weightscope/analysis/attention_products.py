@@ -67,6 +67,7 @@ class SourceInfo:
     nonfinite: dict[str, int]  # name of a tensor -> number of its entries used that are NaN or infinite
     skipped: dict[str, str]  # name of a module, or of a tensor that cannot be read -> why it is left out
     state_spaces: int = 0  # number of state-space layers
+    by_names: tuple[str, ...] = ()  # modules whose order of packed rows follows from a part of the names
 
 
 @dataclass(frozen=True)
@@ -158,6 +159,9 @@ class ProductsResult(Result):
             if not self.options["fold_scales"] and any(row["layer_scale"] for row in self.select("vo", info.label)):
                 sign = "LayerScale multiplies what W_V W_O adds to each channel, including its sign"
                 more.append(f"{sign}; fold_scales=True (--fold-scales) includes it")
+            if info.by_names:
+                order = "their order of rows follows from a part of the names of timm's block; --layout chooses another"
+                more.append(f"{joined((f'`{name}`' for name in info.by_names), 2)}: {order}")
             if any(row["normalised"] for row in self.select("qk", info.label)):
                 more.append("queries and keys are normalised before QK, so its scale is meaningless")
             out += [f"{info.label}: {line}" for line in more]
@@ -421,6 +425,7 @@ def _products_of(
         nonfinite=model.nonfinite,
         skipped=model.skipped,
         state_spaces=len(model.state_spaces),
+        by_names=tuple(part.name for part in model.parts if part.by_names),
     )
     corners = {}
     for row, corner in zip(model.rows, model.corners, strict=True):

@@ -18,7 +18,6 @@ from weightscope.anatomy.attention_part import AttentionPart, Gain
 from weightscope.anatomy.attention_rows import LAYOUTS, fitting
 from weightscope.anatomy.places import unit_offset
 from weightscope.anatomy.tensors import (
-    ModuleTensors,
     NamedTensors,
     Parts,
     Place,
@@ -44,12 +43,10 @@ def find(tensors: NamedTensors) -> Parts[AttentionPart]:
     schemes: dict[Scheme, Sequence[str]] = {
         (q, k, v): tuple(dict.fromkeys((q, k, v, *more))) for q, k, v, *more in names("projections")
     }
-    found = places(tensors, schemes, reader.part)
+    found = reader.of_one_width(places(tensors, schemes, reader.part))
     reader.check_given()
-    if not isinstance(tensors, ModuleTensors):
-        found = reader.of_one_width(found) + reader.nameless({one.path for one in found})
-        found = [replace(one, sure=True) if one.error else one for one in found]
-    return in_layers(found, tensors, same_block)
+    found = [replace(one, sure=True) if one.error else one for one in found]
+    return in_layers(found + reader.nameless({one.path for one in found}), tensors, same_block)
 
 
 class _Reader:
@@ -57,8 +54,8 @@ class _Reader:
 
     def __init__(self, tensors: NamedTensors) -> None:
         self.tensors = tensors
-        self.file = not isinstance(tensors, ModuleTensors)
-        self.packed: list[str] = []  # packed weights
+        self.packed: list[str] = []  # paths with packed weights
+        self.by_names: set[str] = set()  # paths whose order of rows follows from a part of the names
         self.scopes: dict[str, Any] = {}  # path -> where one number of heads is stated for all of a config's part
         self.used: set[str] = set()  # of the given `heads`
         layout = tensors.config.get("layout")
@@ -74,10 +71,10 @@ class _Reader:
         }
         if len(slots) < 3:
             return None
-        if f"{prefix}temperature" in tensors:
-            if not self.file:
-                return None
-            raise AnatomyError(f"`{path}`: attention between channels (`temperature`), not between tokens")
+        given = self._given(path)
+        for name, why in names("others").items():
+            if prefix + name in tensors:
+                raise AnatomyError(f"`{path}`: {why} (`{name}`)")
         triple, pair = scheme[0] == scheme[1] == scheme[2], scheme[0] != scheme[1] == scheme[2]
         rows = {part: slot.size(tensors)[0] for part, slot in slots.items()}
         out = _output(tensors, prefix, slots["v"], None if triple or pair else rows["v"])
@@ -86,9 +83,9 @@ class _Reader:
             return None
         inner, width = out.size(tensors)[0], slots["q"].size(tensors)[1]
         kin = known(tensors, path)
-        heads = self._heads(path, kin, inner if triple else rows["q"], width, inner)
+        heads = self._heads(path, kin, inner if triple else rows["q"], width, inner, given)
         if triple or pair:
-            spans = self._rows(path, scheme[2], kin, rows["v"], inner, heads, pair)
+            spans = self._rows(path, scheme[2], kin, rows["v"], inner, heads, width, pair, slots["v"].transposed)
             slots = {part: replace(slot, rows=span) for (part, slot), span in zip(slots.items(), spans, strict=True)}
         elif rows["q"] == 2 * inner and not inner % heads:
             raise AnatomyError(
@@ -96,16 +93,27 @@ class _Reader:
                 "with the queries, and gated attention is not read"
             )
         slots["o"] = out
-        return _part(tensors, prefix, slots, _biases(tensors, prefix, scheme, slots, rows), heads, kin)
+        part = _part(tensors, prefix, slots, _biases(tensors, prefix, scheme, slots, rows), heads, kin)
+        return replace(part, by_names=path in self.by_names)
 
     def _rows(
-        self, path: str, name: str, kin: list[Architecture], rows: int, inner: int, heads: int, pair: bool
+        self,
+        path: str,
+        name: str,
+        kin: list[Architecture],
+        rows: int,
+        inner: int,
+        heads: int,
+        width: int,
+        pair: bool,
+        conv1d: bool,
     ) -> tuple[Rows, Rows, Rows]:
         """The rows of q, k and v in a packed tensor."""
         self.packed.append(path)
-        layout = self.layout or next((one.rows for one in kin if name in one.packed), None)
-        if layout is None and not self.file:
-            layout = "heads" if name == "query_key_value.weight" else "blocks"
+        chosen = next((one for one in kin if name in one.packed), None)
+        layout = self.layout or (chosen.rows if chosen else "blocks" if conv1d else None)  # all Conv1Ds have blocks
+        if self.layout is None and chosen is not None and chosen.untyped:
+            self.by_names.add(path)
         if layout is None or (pair and layout != "blocks"):
             fits = fitting(rows + inner * pair, inner, heads)
             found = next(filter(None, stated(self.tensors, path)), "")
@@ -114,6 +122,14 @@ class _Reader:
                 f"{f'the architecture {found!r}' if found else 'no architecture'} in the config and the names; of the "
                 f"known ones {' or '.join(fits) or 'none'} fit: choose with --layout (config={{'layout': ...}})"
             )
+        if layout == "blocks" and not pair and self.layout is None and rows != 3 * inner:
+            stated_keys, _ = self.tensors.of_width(path, names("key_heads"), width)
+            keys = 1 if self.tensors.hint(path, ("multi_query",), bool) else stated_keys
+            if keys is None or rows != inner + 2 * keys * (inner // heads):
+                raise AnatomyError(
+                    f"`{path}`: `{name}` has {rows} rows for an output of {inner} from {heads} heads, and the config "
+                    f"states {keys} key heads"
+                )
         try:
             if pair:
                 if rows % 2:
@@ -123,11 +139,11 @@ class _Reader:
         except AnatomyError as error:
             raise AnatomyError(f"`{path}`: {heads} heads do not divide the projections: {error}") from None
 
-    def _heads(self, path: str, kin: list[Architecture], units: int, width: int, inner: int) -> int:
+    def _heads(self, path: str, kin: list[Architecture], units: int, width: int, inner: int, given: int | None) -> int:
         """The number of heads: of the file's own tables, given, or stated for this part of the model."""
         tensors, prefix = self.tensors, f"{path}." if path else ""
         table, own = _own_heads(tensors, prefix, units)
-        heads, scope = self._given(path), None
+        heads, scope = given, None
         if heads is None:
             keys = next((one.heads for one in kin if one.heads), None)
             heads, scope = tensors.of_width(path, keys or names("heads"), width)
@@ -136,7 +152,7 @@ class _Reader:
             widths = [*names("head_widths"), *(key for one in kin for key in one.head_widths)]
             each, _ = tensors.of_width(path, widths, width)
             heads = units // each if each else None
-        if self.file and own and table != "q_norm" and heads not in (None, own):
+        if own and table != "q_norm" and heads not in (None, own):
             raise AnatomyError(f"`{path}`: found {heads} heads in the config, {own} in `{table}`; leave --heads out")
         heads = own if heads is None else heads
         if heads is None:
@@ -258,7 +274,7 @@ def _biases(
         elif part in "qv" and name not in tensors:
             name, span = f"{prefix}{part}_bias", None  # BEiT and EVA have two separate biases, and none for keys
         if name in tensors and len(tensors.shape(name)) == 1 + (weight.stacked and part != "o"):
-            out[part] = Slot(name, span, vector=True)
+            out[part] = Slot(name, span, vector=True, stacked=weight.stacked)
     return out
 
 
@@ -397,13 +413,11 @@ def _norm(tensors: NamedTensors, path: str, width: int, kin: list[Architecture])
             break
     else:
         name = _beside(tensors, path, [f"{norm}.weight" for norm in names("norms")], width)
-        if first is None and not isinstance(tensors, ModuleTensors):
-            why = (
-                "no norm before it has a known name"
-                if name is None
-                else (f"whether `{name}` acts before it is not known without a known model type")
+        if first is None and name is not None:
+            return (
+                f"whether `{name}` acts before it is not known without a known model type; state 'norm_first' and "
+                "'norm_offset' in config.json or config="
             )
-            return f"{why}; state 'norm_first' and 'norm_offset' in config.json or config="
     if name is None:
         return "no norm before it has a known name"
     if first is False or f"{path}.logit_scale" in tensors:

@@ -79,6 +79,7 @@ class AttentionPart(InSlots):
     # What acts on the channels right before q, k and v, and right after o; a text says why it is not known.
     norm: Gain | str = "its normalisation is not known"
     layer_scale: Gain | str | None = None
+    by_names: bool = False  # the order of packed rows follows from a part of the names of an architecture
 
     def norm_gain(self) -> Tensor:
         """The gain (d,) of the normalisation whose output is read, float64; AnatomyError if there is none to fold."""

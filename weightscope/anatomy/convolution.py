@@ -1,6 +1,7 @@
 """Depthwise filters, in depth order, with their stage."""
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -13,9 +14,11 @@ from weightscope.anatomy.tensors import NamedTensors, OneTensor, Parts, Place, S
 # The stem of a network for grayscale images has the shape of a depthwise convolution. A file does not tell them apart,
 # so the first tensor of such a name is taken for the stem, unless another convolution reads colour images; and without
 # such a name one that is alone of its kind is not read.
+_MAY_BE_STEM = "is depthwise, or the first convolution of a network for grey images, which a file does not tell"
 _STEM = re.compile(
     r"(^|[._])(stem|patch_embed\w*|conv_stem|conv_proj|projection|downsample\w*)([._]|$)|^features\.0\.0\."
 )
+_NAMED = re.compile(r"(^|[._])(dw_?conv|conv_?dw|depth_?wise(_conv)?)[._\d]")
 _STAGES = (
     re.compile(r"(?:^|\.)(stages?[._]?\d+)(?:\.|$)"),  # timm and transformers ConvNeXt
     re.compile(r"(?:^|\.)(blocks\.\d+)\.\d+\.(?:conv_dw|dw_\w+)\."),  # timm EfficientNet and MobileNet
@@ -61,7 +64,7 @@ def find(tensors: NamedTensors) -> Parts[DepthwisePart]:
     lost = {f"{n.removesuffix('bias')}weight": "missing" for n in tensors.names if n.endswith("bias")}
     for name, bad in (lost | dict(tensors.every)).items():
         path, shape = name.rpartition(".")[0], tensors.known_shape(name)
-        bad = unknown if name == stem and tensors.own(path, "groups") is None else bad
+        bad = _MAY_BE_STEM if name in unknown and tensors.own(path, "groups") is None else bad
         fits = not bad and _fits(tensors, name, stem)
         alike = len(shape) - 2 if fits or (bad and _is_shape(shape, name)) else 0
         ndim = alike if fits else good.get(_template(name), alike)
@@ -99,17 +102,15 @@ def _template(name: str) -> str:
     return re.sub(r"\d+(?=.*[a-z].*\.)", "#", name)
 
 
-def _stem(tensors: NamedTensors) -> tuple[str | None, str]:
-    """The first convolution of a network for grayscale images, and why it is not read where its name does not tell."""
+def _stem(tensors: NamedTensors) -> tuple[str | None, set[str]]:
+    """The first convolution of a network for grayscale images, by its name; without one, what may be it."""
     images = [name for name in tensors.names if len(tensors.shape(name)) == 4]
     if any(2 <= tensors.shape(name)[1] <= 4 for name in images):
-        return None, ""
+        return None, set()
     stem = next((name for name in images if _STEM.search(name)), None)
-    alike = [_template(name) for name in images if _is_shape(tensors.shape(name), name)]
-    if stem is None and alike and alike.count(alike[0]) == 1:
-        first = next(name for name in images if _template(name) == alike[0])
-        return first, "is depthwise, or the first convolution of a network for grey images, which a file does not tell"
-    return stem, ""
+    alike = [name for name in images if _is_shape(tensors.shape(name), name)] if stem is None else []
+    kinds = Counter(map(_template, alike))
+    return stem, {name for name in alike if kinds[_template(name)] == 1 and not _NAMED.search(name)}
 
 
 def _is_shape(shape: tuple[int, ...], name: str) -> bool:
@@ -142,9 +143,6 @@ def strides(tensors: NamedTensors, path: str) -> tuple[int, ...] | None:
     """The stride of the convolution at `path`; None if unknown."""
     stride = tensors.own(path, "stride")
     return tuple(stride) if isinstance(stride, (tuple, list, torch.Size)) else None
-
-
-_NAMED = re.compile(r"(^|[._])(dw_?conv|conv_?dw|depth_?wise(_conv)?)[._\d]")
 
 
 def unparsed(tensors: NamedTensors, parts: Sequence[DepthwisePart]) -> tuple[str, ...]:

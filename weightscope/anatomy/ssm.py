@@ -9,7 +9,7 @@ from weightscope.anatomy.tensors import InSlots, NamedTensors, Parts, Place, Slo
 from weightscope.errors import AnatomyError
 
 _STATE = ("ssm_state_size", "d_state", "state_size", "mamba_d_state")
-_GROUPS = ("n_groups", "ngroups", "mamba_n_groups")
+_GROUPS = ("n_groups", "ngroups", "mamba_n_groups", "mamba_ngroups")
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,7 +124,11 @@ def _mamba2(tensors: NamedTensors, prefix: str) -> SSMPart:
     heads = tensors.shape(f"{prefix}A_log")[0]
     rows = tensors.shape(f"{prefix}in_proj.weight")[0]
     channels = tensors.shape(f"{prefix}out_proj.weight")[1]
-    groups = tensors.hint(path, _GROUPS) or 1
+    groups = tensors.hint(path, _GROUPS) or (1 if "ssm_cfg" in tensors.config else None)  # mamba_ssm's default
+    if groups is None:
+        raise AnatomyError(
+            f"`{path}`: found no number of groups of B and C; state 'n_groups' in config.json or config="
+        )
     state = tensors.hint(path, _STATE)
     shared = tensors.shape(f"{prefix}conv1d.weight")[0] - channels  # 2 groups * N
     if shared <= 0 or shared % (2 * groups) or (state is not None and state * groups * 2 != shared):

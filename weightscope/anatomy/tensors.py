@@ -49,6 +49,7 @@ class NamedTensors:
         self._know(sorted({*tensors, *skipped}, key=natural), skipped)
 
     def _know(self, every: Iterable[str], unreadable: Mapping[str, str]) -> None:
+        self._alone: dict[frozenset[str], bool] = {}  # parts of a model -> whether all blocks are in them
         self.every = {name: unreadable.get(name, "") for name in every}
         self.names = tuple(name for name, why in self.every.items() if not why)
 
@@ -112,15 +113,19 @@ class NamedTensors:
             if not mine or (found := _stated(scope, path, keys, int)) is None:
                 continue
             staged = any(isinstance(scope.get(key), list | tuple) for key in keys)
-            if staged or width in scope.values() or not any(key in scope for key in _WIDTHS):
-                return found, None if staged else id(scope)
+            lists = (value for value in scope.values() if isinstance(value, list | tuple))
+            if staged or any(width in value for value in lists):
+                return found, None
+            if width in scope.values() or not any(key in scope for key in _WIDTHS):
+                return found, id(scope)
         return None, None
 
     def _scopes(self, path: str) -> list[tuple[Mapping[str, Any], bool]]:
         """The configs that may tell about a path, nearest first, and whether they are about its part of the model."""
-        part = _parts_in(path) - {"text"}
-        numbered = (name for name in self.every if template(name) != name)
-        alone = not part or all(_parts_in(name) & part for name in numbered)
+        part = frozenset(_parts_in(path) - {"text"})
+        if part not in self._alone:
+            self._alone[part] = not part or all(_parts_in(n) & part for n in self.every if re.search(r"\d", n))
+        alone = self._alone[part]
         given, stored = self._configs
         return _scopes(given, path, alone or "model_type" not in given) + _scopes(stored, path, alone)
 
@@ -318,12 +323,12 @@ class Slot:
     def count(self, tensors: NamedTensors) -> int:
         """The number of rows of which `rows` are some."""
         shape = tensors.shape(self.name)
-        return shape[0] * shape[1] if self.stacked else shape[int(self.transposed)]
+        return math.prod(shape[:2]) if self.stacked or self.vector else shape[int(self.transposed)]
 
     def _view(self, tensors: NamedTensors) -> Tensor:
         tensor = tensors.get(self.name)
         if self.vector:
-            return tensor
+            return tensor.flatten() if self.stacked else tensor
         if self.stacked:
             return tensor.flatten(0, 1)
         return tensor.flatten(1).T if self.transposed else tensor.flatten(1)

@@ -106,13 +106,12 @@ def _report(tensors: NamedTensors, found: Iterable[Found], skipped: Mapping[str,
     """The report of the checks; every initialiser was tried if some are given as `skipped`."""
     found = list(found)
     checks = tuple(check for some, _ in found for check in some)
-    packed: list[str] = []  # projections of a checkpoint, which has no code that confirms the order of their rows
+    packed: list[str] = []  # projections whose order of rows follows from a part of the names only
     by_parts = any(check.part in ("qk", "vo", "map", "q") or check.initialiser == "zero_init" for check in checks)
     if by_parts and not isinstance(tensors, ModuleTensors):
         named = {check.name for check in checks}
-        found_parts = [(part.name, part.parameters) for part in find_attention(tensors)]
-        parts = [names for path, names in found_parts if named & {path, *names["q"]}]
-        packed = [names["q"][0] for names in parts if names["q"] == names["k"]]
+        parts = [part for part in find_attention(tensors) if part.by_names]
+        packed = [part.parameters["q"][0] for part in parts if named & {part.name, *part.parameters["q"]}]
     unread = tuple(dict.fromkeys(name for _, names in found for name in names))
     return AuditReport(checks, dict(skipped or {}), skipped is not None, unparsed=unread, unconfirmed=tuple(packed))
 
@@ -175,7 +174,10 @@ def _parts(
     for kind in kinds(given) if callable(kinds) else kinds or ():
         parts = parts_of(kind, tensors, strict=strict or None, caller=name)
         odd = (part for part in parts if details.get("square") and not strict and not part.square)
-        left += [*(unread.name for unread in parts.unread), *(one for part in odd for one in part.parameters)]
+        left += [
+            *(f"{unread.name} {unread.why}" for unread in parts.unread),
+            *(one for part in odd for one in part.parameters),
+        ]
         found += parts
     return found, left
 

@@ -83,8 +83,8 @@ class AuditReport(Result):
         checks: in the order of the model.
         skipped: initialiser -> why it does not apply, if all initialisers were tried.
         everything: whether all initialisers were tried, so that one that fits is enough.
-        unparsed: tensors that look like parts and were not audited (with `strict=False`).
-        unconfirmed: packed projections of a checkpoint, whose rows were read in the order that their names suggest.
+        unparsed: tensors that look like parts and were not audited (with `strict=False`), and why.
+        unconfirmed: packed projections whose order of rows follows from a part of an architecture's names.
     """
 
     checks: tuple[Check, ...]
@@ -200,7 +200,7 @@ class AuditReport(Result):
             lines += [*self._power_lines(name), *_tables(mine)]
         if self.unconfirmed:
             names = listing(self.unconfirmed, 3)
-            lines.append(f"read by name, without the code of a module to confirm the order of rows: {names}")
+            lines.append(f"in an order of rows that follows from a part of the names of an architecture: {names}")
         reasons: dict[str, dict[str, list[str]]] = {}  # what was found -> what was expected -> initialisers
         for name, why in self.skipped.items():
             expected, _, found = why.removeprefix(f"{name}: ").partition(", found ")
