@@ -487,6 +487,7 @@ def _order(function: ast.FunctionDef) -> list[str]:
 ATTENTION, NORM = re.compile(r"attn|attention", re.IGNORECASE), re.compile("norm|ln_")
 
 
+@pytest.mark.slow
 def test_where_norms_act_is_what_the_source_of_transformers_says() -> None:
     """In every layer of every type in a table that calls a norm of the table and an attention, in their order."""
     folder = Path(shims.transformers().__file__).parent / "models"

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from weightscope.anatomy.architectures import names as known_names
-from weightscope.anatomy.attention_modules import find, same_block
+from weightscope.anatomy.attention_modules import candidates, same_block
 from weightscope.anatomy.attention_part import AttentionPart, Gain
 from weightscope.anatomy.running import structure, traces
 from weightscope.anatomy.tensors import ModuleTensors, Parts, Place, Slot, in_layers
@@ -415,22 +415,20 @@ def find_in_module(tensors: ModuleTensors) -> Parts[AttentionPart]:
     """All attention modules that a forward pass shows, in order; containers, which have none, are read as a file."""
     places, used = read(tensors)
     seen = {slot.name for place in places if place.part for slot in place.part._weights.values()}
-    try:
-        named = find(tensors)
-    except AnatomyError:
-        if not places:
-            raise
-        named = Parts()
-    for part in named:
-        names = {slot.name for slot in part._weights.values()}
+    for named in candidates(tensors):
+        part = named.part
+        slots = part._weights.values() if part else ()
+        names = {slot.name for slot in slots} or {f"{named.path}.{name}" for name in tensors.under(named.path)}
+        name = part._weights["q"].name if part else named.name
         if not names & used and (path := _with_code(tensors, names)) is None:
-            places.append(Place(part.name, part, "", part._weights["q"].name))
+            places.append(replace(named, name=name))
         elif not names & used:
             why = f"(`{path}` could not be run on random inputs; give the model an attribute example_input_array)"
-            places.append(Place(part.name, None, why, part._weights["q"].name, sure=True))
-        elif not names & seen and not any(place.path == part.name for place in places):
+            error = f"`{named.path}`: {why}"
+            places.append(Place(named.path, None, why, name, sure=True, error=error))
+        elif part and not names & seen and not any(place.path == part.name for place in places):
             why = "(its forward pass shows no softmax of queries and keys that is applied to values)"
-            places.append(Place(part.name, None, why, part._weights["q"].name, sure=True))
+            places.append(Place(part.name, None, why, name, sure=True))
     stated = next((n for key in known_names("heads") if isinstance(n := tensors.config.get(key), int)), None)
     if wrong := [place.part for place in places if place.part and stated not in (None, place.part.heads)]:
         raise AnatomyError(f"`{wrong[0].name}`: config= says {stated} heads, its forward pass has {wrong[0].heads}")

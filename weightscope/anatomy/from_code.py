@@ -54,13 +54,18 @@ def find_attention(tensors: NamedTensors) -> Parts[AttentionPart]:
         raise failed
     if not coded and "code" in tensors.config:
         raise UsageError("code: none of the attention modules that its forward pass shows has the names of the file")
+    if not coded:
+        return parts
     paths = {place.path for place in coded}
     places = [Place(part.name, part, "", part._weights["q"].name) for part in parts if part.name not in paths]
     for unread in parts.unread:
         if not any(unread.name == path or f"{unread.name}.".startswith(f"{path}.") for path in paths):
             places.append(Place(unread.path or unread.name, None, unread.why, unread.name, sure=True))
-    order = {name: i for i, name in enumerate(tensors.every)}
-    places = sorted([*places, *coded], key=lambda place: order.get(place.name, len(order)))
+    order: dict[str, int] = {}  # of tensors and of the modules that they are in
+    for i, name in enumerate(tensors.every):
+        words = name.split(".")
+        order |= {path: i for n in range(len(words), 0, -1) if (path := ".".join(words[:n])) not in order}
+    places = sorted([*places, *coded], key=lambda place: order.get(place.name, order.get(place.path, len(order))))
     return in_layers(places, tensors, same_block)
 
 
