@@ -312,6 +312,25 @@ def test_heads_of_another_part_are_not_used() -> None:
         anatomy.attention(state, {"heads": {"vision": 4, "text": 8}, "layout": "blocks"})
 
 
+def test_configs_of_open_clip_and_of_llama_as_published(tmp_path: Path) -> None:
+    vision, text = matrices(2, d=128, k=64), matrices(8, d=32, k=4)
+    state: State = {}
+    for path, m in (("visual.transformer", vision), ("transformer", text)):
+        parts = packed(m, f"{path}.resblocks.0.attn", "blocks", "in_proj", "out_proj")
+        state |= {name.replace("in_proj.weight", "in_proj_weight"): value for name, value in parts.items()}
+    torch.save(state, tmp_path / "open_clip_pytorch_model.bin")
+    clip = {"model_cfg": {"vision_cfg": {"layers": 1, "width": 128}, "text_cfg": {"width": 32, "heads": 8}}}
+    (tmp_path / "open_clip_config.json").write_text(json.dumps(clip))
+    found = {part.width: part for part in anatomy.attention(tmp_path)}
+    equal(found[128], vision)  # heads of 64, the default
+    equal(found[32], text)
+    llama = tmp_path / "llama"
+    llama.mkdir()
+    torch.save(separate(TEXT, "layers.0.attention", ("wq", "wk", "wv", "wo")), llama / "consolidated.00.pth")
+    (llama / "params.json").write_text(json.dumps({"dim": 32, "n_heads": 8}))
+    equal(anatomy.attention(llama)[0], TEXT)
+
+
 def test_heads_of_the_file_s_own_tables() -> None:
     state: State = {}
     for stage, m in enumerate((matrices(2, d=16), matrices(4))):

@@ -12,7 +12,7 @@ The tables in `architectures/*.toml` are named after their rows; each has
     path                    a pattern that the path of the module has
     packed, rows            the packed weights whose rows are in an order of `attention_rows.LAYOUTS`
     norm, after, offset     the norm beside the attention, whether it acts after it, what is added to its weight
-    heads, head_widths      keys of the config
+    heads, head_widths      keys of the config; `head_width` where it states none
     logits                  their factor, if not 1 / sqrt(k)
 
 and `names.toml` has the names of weights.
@@ -53,6 +53,7 @@ class Architecture:
     offset: int = 0
     heads: list[str] = field(default_factory=list)
     head_widths: list[str] = field(default_factory=list)
+    head_width: int = 0
     logits: float | None = None
 
 

@@ -156,6 +156,7 @@ class _Reader:
         if heads is None:
             widths = [*names("head_widths"), *(key for one in kin for key in one.head_widths)]
             each, _ = tensors.of_width(path, widths, width)
+            each = each or next((one.head_width for one in kin if one.head_width), None)
             heads = units // each if each else None
         if own and table != "q_norm" and heads not in (None, own):
             raise AnatomyError(f"`{path}`: found {heads} heads in the config, {own} in `{table}`; leave --heads out")

@@ -130,8 +130,11 @@ def plain(name: Any) -> bool:
 
 def _open(folder: Folder, name: str, label: str, key: str | None) -> Store:
     # The configuration is checked first: it is small, and without it the tensors may be misread.
-    about = adapters.CONFIG if name in adapters.FILES else CONFIG
-    config = _json(folder, about) if about in folder.names() else {}
+    there = folder.names()
+    about: tuple[str, ...] = (CONFIG, "open_clip_config.json")
+    about = (adapters.CONFIG,) if name in adapters.FILES else about
+    about += ("params.json",) if name.startswith("consolidated") else ()  # Llama as published
+    config = next((_json(folder, one) for one in about if one in there), {})
     store = _open_index(folder, name, key) if name.endswith(".index.json") else _open_file(folder, name, key)
     store.label, store.config, store.files = label, store.config | config, folder
     return store
