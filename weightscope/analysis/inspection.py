@@ -33,14 +33,14 @@ _QUANTILES = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
 
 @one_thread()
 def inspect(
-    source: "str | Path | Population | Checkpoint",
+    source: "str | Path | Population | Checkpoint", config: Mapping[str, Any] | None = None
 ) -> "PopulationContents | CheckpointContents | PopulationFit | NetworkFit":
     """The contents of a population (a folder or an exported file), an initialiser's artifact or a checkpoint.
 
     Of a population recipe, seeds and metrics are read, of a checkpoint the header; `verify` compares hashes.
 
     `source` is a path, `"PATH.pop::k"` (network k of a population), `hf://org/name[@revision]`, a `Population` or a
-    `Checkpoint`. DataError if it does not exist or is damaged.
+    `Checkpoint`; `config` is that of a checkpoint without one. DataError if it does not exist or is damaged.
 
     Example:
         >>> print(inspect("digits.pop").text())
@@ -49,7 +49,7 @@ def inspect(
         return population_contents(source.path)
     if is_population(source):
         return population_contents(source)  # type: ignore[arg-type]
-    from weightscope.anatomy import inventory, unreadable  # torch, which a population does not need
+    from weightscope.anatomy import inventory, named_tensors, unreadable  # torch, which a population does not need
     from weightscope.anatomy.tensors import numbered
     from weightscope.checkpoint import Checkpoint
 
@@ -64,8 +64,8 @@ def inspect(
     rows = [(n, checkpoint.shape(n), str(checkpoint.dtype(n)).removeprefix("torch.")) for n in names]
     groups = _groups(WeightSpec(TensorSpec(n, tuple(shape)) for n, shape, kind in rows if "float" in kind))
     facts = dict(checkpoint.skipped), dict(checkpoint.config)
-    label = str(source if member else checkpoint.source)
-    return CheckpointContents(label, tuple(rows), *facts, inventory(checkpoint), unreadable(checkpoint), groups)
+    label, tensors = str(source if member else checkpoint.source), named_tensors(checkpoint, config)
+    return CheckpointContents(label, tuple(rows), *facts, inventory(tensors), unreadable(tensors), groups)
 
 
 def _tensors(spec: WeightSpec) -> list[dict[str, Any]]:

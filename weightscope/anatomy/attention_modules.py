@@ -350,7 +350,7 @@ def _part(
         scale=next((one.logits for one in kin if one.logits is not None), k**-0.5),
         positional=any(prefix + name in tensors for name in _POSITIONAL),
         numbers=tuple(range(heads)),
-        norm=_norm(tensors, path, width, kin),
+        norm=_norm(tensors, path, width, kin) if kind == "self" else "queries and keys read two streams",
         layer_scale=_layer_scale(tensors, path, width),
         _tensors=tensors,
         _weights=slots,

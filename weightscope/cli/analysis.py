@@ -39,9 +39,11 @@ from weightscope.errors import DataError, UsageError, WeightscopeError
 @click.option(
     "--source", "code", is_flag=True, help="Print the code of one's own that a population names, and run nothing."
 )
+@heads_option
+@layout_option
 @file_options
 @json_option
-def inspect(source: str, code: bool, json_file: Path | None) -> None:
+def inspect(source: str, code: bool, heads: Any, layout: str | None, json_file: Path | None) -> None:
     """Describe the contents of a population, one of its networks (PATH.pop::k), an artifact, a checkpoint or an export.
 
     \b
@@ -58,7 +60,7 @@ def inspect(source: str, code: bool, json_file: Path | None) -> None:
         click.echo(population.code())
         write_json(json_file, population.to_dict())
         return
-    description = contents(source)
+    description = contents(source, reading_config(heads, layout))
     click.echo(description.text())
     write_json(json_file, description.to_dict())
 
