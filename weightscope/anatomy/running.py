@@ -16,19 +16,34 @@ _LIKE_TOKENS = ("key", "value", "k", "v", "context", "memory", "encoder_hidden_s
 
 
 def traces(module: nn.Module, path: str = "") -> Iterator[tuple[str, Tracer]]:
-    """One trace of a module or, if no input is known that it takes, those of the modules in it, with their paths."""
+    """The traces, with their paths, of a module and of those in it that it did not call (all if no input is known)."""
     if sum(p.ndim > 1 for p in module.parameters()) < 2:  # a lone layer
         return
+    used: set[int] = set()
     if type(module).forward is not nn.Module.forward:  # else a container, which is never called
         copied = without_hooks(module)
         for args, kwargs in inputs(module):
             try:
-                yield path, traced(copied, args, kwargs)
+                tracer = traced(copied, args, kwargs)
             except Exception:  # noqa: BLE001 - a foreign module refuses this kind of input
                 continue
-            return
+            yield path, tracer
+            used = {id(tracer.parameters[n]) for node in tracer.nodes if node is not None for n in node.parameters}
+            break
+    for name, child in module.named_children():  # what was not called, such as the other tower
+        if not used or not used & {id(p) for p in child.parameters()}:
+            yield from traces(child, f"{path}.{name}".lstrip("."))
+        else:
+            yield from _not_called(child, f"{path}.{name}".lstrip("."), used)
+
+
+def _not_called(module: nn.Module, path: str, used: set[int]) -> Iterator[tuple[str, Tracer]]:
+    """The traces of those modules in this one of which no parameter was used."""
     for name, child in module.named_children():
-        yield from traces(child, f"{path}.{name}".lstrip("."))
+        if used & {id(p) for p in child.parameters()}:
+            yield from _not_called(child, f"{path}.{name}", used)
+        elif type(child).forward is not nn.Module.forward and any(True for _ in child.children()):
+            yield from traces(child, f"{path}.{name}")
 
 
 def structure(module: nn.Module) -> Any:

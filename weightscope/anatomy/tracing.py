@@ -218,8 +218,19 @@ class Tracer(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        self._follow(func, args, kwargs, out)
+        try:
+            self._follow(func, args, kwargs, out)
+        except (RuntimeError, IndexError, TypeError, ValueError, KeyError) as error:  # an unusual form of an operation
+            name = func._schema.name.partition("::")[2]
+            self.without_rule.setdefault(name, f"{self.path}: {error}".splitlines()[0])
+            self._unknown(out)
         return out
+
+    def _unknown(self, out: Any) -> None:
+        """Nothing is known of what an operation without a rule gives."""
+        for one in tree_leaves(out):
+            if isinstance(one, Tensor) and one.is_floating_point():
+                self._acts[one] = Origin(torch.full(one.shape, -1, device=one.device))
 
     def _follow(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         name = func._schema.name.partition("::")[2]
@@ -255,9 +266,7 @@ class Tracer(TorchDispatchMode):
             self._pointwise(name, args, kwargs, acts, outs[0])
         else:
             self.without_rule.setdefault(name, self.path)
-            for one in outs:
-                if one.is_floating_point():
-                    self._acts[one] = Origin(torch.full(one.shape, -1, device=one.device))
+            self._unknown(out)
 
     def _moved(self, func: Any, name: str, args: Any, kwargs: Any, outs: list[Tensor]) -> None:
         given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
@@ -314,10 +323,7 @@ class Tracer(TorchDispatchMode):
         if name == "_to_copy":
             return [codes(args[0])]
         if name in ("view", "_unsafe_view", "_reshape_alias"):
-            whole = coded(args[0])
-            return [
-                torch.view_as_real(whole).reshape(outs[0].shape) if whole.is_complex() else whole.reshape(outs[0].shape)
-            ]
+            return [coded(args[0]).reshape(outs[0].shape)]
         a, k = tree_map(coded, args), tree_map(coded, kwargs)
         if name == "constant_pad_nd":
             a = (a[0], a[1], -1)
@@ -399,7 +405,6 @@ class Tracer(TorchDispatchMode):
     def _pointwise(self, name: str, args: Any, kwargs: Any, acts: list[Tensor], out: Tensor) -> None:
         base = name.rstrip("_")
         operands = [x for x in args if isinstance(x, Tensor)]
-        full = [t for t in acts if self._acts[t].codes.expand(out.shape).shape == out.shape] if base != "sort" else acts
         known = [t for t in acts if bool((_real(self._acts[t].codes) >= 0).any())]
         if base in ("mul", "div") and len(known) == 1:
             self._scaled(base, known[0], [x for x in args if x is not known[0]], out)
@@ -408,11 +413,9 @@ class Tracer(TorchDispatchMode):
         elif base in ("add", "sub", "mul", "addcmul") and len(known) > 1:
             (self._multiplied if base == "mul" else self._added)(known[0], known[1], out)
         elif known:
-            best = max(
-                (t for t in known if t in full or self._acts[t].codes.numel() == out.numel()),
-                key=self._rank,
-                default=None,
-            )
+            size = torch.Size(out.shape).numel()
+            whole = [t for t in known if self._acts[t].codes.numel() == size]
+            best = max(whole or [t for t in known if _broadcasts(t.shape, out.shape)], key=self._rank, default=None)
             if best is None:
                 return
             origin = self._acts[best]
@@ -740,6 +743,11 @@ def _real(codes: Tensor) -> Tensor:
 
 def _expanded(codes: Tensor, shape: Any) -> Tensor:
     return codes.expand(shape) if codes.numel() != int(torch.Size(shape).numel()) else codes.reshape(shape)
+
+
+def _broadcasts(shape: Any, wanted: Any) -> bool:
+    pairs = zip(reversed(shape), reversed(wanted), strict=False)
+    return len(shape) <= len(wanted) and all(n in (1, m) for n, m in pairs)
 
 
 def _is_mask(tensor: Tensor) -> bool:
