@@ -36,6 +36,7 @@ from weightscope.anatomy.tensors import (
     named_tensors,
     unread_matrices,
 )
+from weightscope.anatomy.traced import find_mlps
 from weightscope.errors import AnatomyError, UsageError
 
 __all__ = [
@@ -69,7 +70,7 @@ __all__ = [
 FINDERS: dict[str, Callable[[NamedTensors], Parts[Any]]] = {
     "attention modules": find_attention,
     "depthwise convolutions": _convolution.find,
-    "MLPs": _mlp.find,
+    "MLPs": find_mlps,
     "patch embeddings": _embedding.find_patches,
     "position embeddings": _embedding.find_positions,
     "state-space layers": _ssm.find,
@@ -193,7 +194,11 @@ def depthwise(model: Model, config: Mapping[str, Any] | None = None, **options: 
 def filter_mlps(model: Model, config: Mapping[str, Any] | None = None, **options: Any) -> Parts[FilterMLP]:
     """Every depthwise convolution with the plain MLP of its block (ConvNeXts); as `attention`."""
     kind = "depthwise convolutions, each with an MLP of as many channels in its block"
-    return parts_of(kind, model, config, **options, finder=_mlp.find_filter_mlps, some=True)
+
+    def find(tensors: NamedTensors) -> Parts[FilterMLP]:
+        return _mlp.find_filter_mlps(tensors, find_mlps(tensors))
+
+    return parts_of(kind, model, config, **options, finder=find, some=True)
 
 
 def mlps(model: Model, config: Mapping[str, Any] | None = None, **options: Any) -> Parts[MLPPart]:

@@ -5,21 +5,17 @@ An application of softmax(q k^T) to v that a linear map follows is an attention.
 linear map reads the column of W_O. They are compared with the numbers of the same pass.
 """
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
-from itertools import takewhile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from weightscope.anatomy.architectures import names as known_names
-from weightscope.anatomy.attention_modules import candidates, same_block
 from weightscope.anatomy.attention_part import AttentionPart, Gain
-from weightscope.anatomy.running import structure, traces
-from weightscope.anatomy.tensors import ModuleTensors, Parts, Place, Slot, in_layers
+from weightscope.anatomy.tensors import ModuleTensors, Place, Slot
+from weightscope.anatomy.traced_rows import owner, rows_of, span
 from weightscope.anatomy.tracing import BITS, ENTRY, OFFSET, SEVERAL, Node, Origin, Tracer, Weight
-from weightscope.errors import AnatomyError
 
 _CHANGES = {"rotated", "normalised", "convolved", "pooled", "positions", "scaled", "added", "centred"}
 
@@ -28,45 +24,12 @@ class _UnreadError(Exception):
     """Why an attention is not read."""
 
 
-def read(tensors: ModuleTensors) -> tuple[list[Place], set[str]]:
-    """The attention modules that run, or why they are not read; and the names of all parameters that were used.
-
-    What was read of a module holds for others of the same structure.
-    """
-    key = structure(tensors.module)
-    if key not in _READ:
-        if len(_READ) > 100:
-            _READ.clear()
-        _READ[key] = _read(tensors)
-    places, used = _READ[key]
-    return [replace(p, part=p.part and replace(p.part, _tensors=tensors)) for p in places], used
-
-
-_READ: dict[Any, tuple[list[Place], set[str]]] = {}
-
-
-def _read(tensors: ModuleTensors) -> tuple[list[Place], set[str]]:
-    places: dict[Any, Place] = {}
-    used: set[str] = set()
-    for path, tracer in traces(tensors.module):
-        prefix = f"{path}." if path else ""
-        names = [f"{prefix}{name}" for name in tracer.names]
-        for number, node in enumerate(tracer.nodes):
-            if node is None:
-                continue
-            used |= {names[n] for n in node.parameters}
-            if node.kind == "apply" and (place := _Reader(tracer, names, tensors, prefix).place(number, node)):
-                places.setdefault(_identity(place), place)
-    order = {name: i for i, name in enumerate(tensors.every)}
-    found = sorted(places.values(), key=lambda place: order.get(place.name, len(order)))
-    return [replace(p, part=p.part and replace(p.part, _tensors=None)) for p in found], used
-
-
-def _identity(place: Place) -> Any:
-    """Equal for two applications of one set of weights."""
-    if place.part is None:
-        return place.path, place.why
-    return tuple((slot.name, str(slot.rows)) for slot in place.part._weights.values())
+def attentions(tensors: ModuleTensors, tracer: Tracer, prefix: str) -> Iterator[Place]:
+    """The attention modules of one trace, in the order in which they run, or why they are not read."""
+    reader = _Reader(tracer, [f"{prefix}{name}" for name in tracer.names], tensors, prefix)
+    for number, node in enumerate(tracer.nodes):
+        if node is not None and node.kind == "apply" and (place := reader.place(number, node)) is not None:
+            yield place
 
 
 @dataclass
@@ -174,11 +137,11 @@ class _Reader:
                 name, lines = bias
                 lines = lines.reshape(heads, -1)[keep[x]].flatten() if x in keep else lines
                 biases_of[x] = Slot(
-                    name, _span(lines, self.tensors.shape(name)[0]), vector=True, shape=None if x == "o" else shapes[x]
+                    name, span(lines, self.tensors.shape(name)[0]), vector=True, shape=None if x == "o" else shapes[x]
                 )
         return AttentionPart(
             layer=0,
-            name=_owner([slots[x][0] for x in "qkv"]),
+            name=owner([slots[x][0] for x in "qkv"]),
             kind=kind,
             heads=heads,
             kv_heads=kv_heads,
@@ -238,17 +201,13 @@ class _Reader:
         owners = (weight.first >> BITS).unique().tolist()
         if len(owners) != 1:
             raise _UnreadError(f"{what} are in {len(owners)} tensors")
-        shape, flat = tuple(self.tracer.parameters[owners[0]].shape), weight.first & ENTRY
-        name, columns = self.names[owners[0]], weight.columns
-        total = torch.Size(shape).numel()
-        if (weight.step == 1 or columns == 1) and shape[0] * columns == total and not bool((flat % columns).any()):
-            return name, flat // columns, False, columns
-        if total == shape[0] * shape[1] and weight.step == shape[1] and bool((flat < shape[1]).all()):
-            return name, flat, True, columns
-        raise _UnreadError(f"{what} are not rows or columns of `{name}` {shape}")
+        if (found := rows_of(self.tracer, weight)) is None:
+            shape = tuple(self.tracer.parameters[owners[0]].shape)
+            raise _UnreadError(f"{what} are not rows or columns of `{self.names[owners[0]]}` {shape}")
+        return self.names[owners[0]], *found[1:], weight.columns
 
     def _rows(self, name: str, lines: Tensor, transposed: bool) -> Any:
-        return _span(lines, self.tensors.shape(name)[1 if transposed else 0])
+        return span(lines, self.tensors.shape(name)[1 if transposed else 0])
 
     def _output(
         self, number: int, apply: Node, order: Tensor, qs: Tensor, vs: Tensor, channels: bool, turned: bool
@@ -364,15 +323,6 @@ def _notes(mixed: bool, after: frozenset[str]) -> frozenset[str]:
     return frozenset(word for word, yes in there.items() if yes)
 
 
-def _with_code(tensors: ModuleTensors, names: Iterable[str]) -> str | None:
-    """The path of the smallest module with a forward pass that has all these parameters."""
-    words = [name.split(".")[:-1] for name in names]
-    shared = [w[0] for w in takewhile(lambda w: len(set(w)) == 1, zip(*words, strict=False))]
-    paths = [".".join(shared[:end]) for end in range(len(shared), -1, -1)]
-    coded = (p for p in paths if type(tensors.module.get_submodule(p)).forward is not nn.Module.forward)
-    return next(coded, None)
-
-
 def _constant(channels: Tensor, axis: int) -> bool:
     return bool(((channels == channels.amax(axis, keepdim=True)) | (channels < 0)).all())
 
@@ -392,46 +342,3 @@ def _distinct(*tables: Tensor) -> tuple[list[int], Tensor]:
 
 def _firsts_of(codes: Tensor, kv_heads: int) -> list[int]:
     return list(range(0, len(codes), len(codes) // kv_heads))
-
-
-def _span(lines: Tensor, total: int) -> Any:
-    """Rows as a slice where they follow each other, None for all."""
-    start, n = int(lines[0]), len(lines)
-    if not bool((lines == torch.arange(start, start + n)).all()):
-        return lines
-    return None if (start, n) == (0, total) else slice(start, start + n)
-
-
-def _owner(names: Sequence[str]) -> str:
-    """The path of the module that has the projections: `attn` of `attn.q.weight`, `attn.qkv.weight`, `attn.in_proj`."""
-    paths = []
-    for name in names:
-        words = name.split(".")
-        paths.append(words[:-2] if words[-1] in ("weight", "kernel") else words[:-1])
-    return ".".join(w[0] for w in takewhile(lambda w: len(set(w)) == 1, zip(*paths, strict=False)))
-
-
-def find_in_module(tensors: ModuleTensors) -> Parts[AttentionPart]:
-    """All attention modules that a forward pass shows, in order; containers, which have none, are read as a file."""
-    places, used = read(tensors)
-    seen = {slot.name for place in places if place.part for slot in place.part._weights.values()}
-    for named in candidates(tensors):
-        part = named.part
-        slots = part._weights.values() if part else ()
-        names = {slot.name for slot in slots} or {f"{named.path}.{name}" for name in tensors.under(named.path)}
-        name = part._weights["q"].name if part else named.name
-        if not names & used and (path := _with_code(tensors, names)) is None:
-            places.append(replace(named, name=name))
-        elif not names & used:
-            why = f"(`{path}` could not be run on random inputs; give the model an attribute example_input_array)"
-            error = f"`{named.path}`: {why}"
-            places.append(Place(named.path, None, why, name, sure=True, error=error))
-        elif part and not names & seen and not any(place.path == part.name for place in places):
-            why = "(its forward pass shows no softmax of queries and keys that is applied to values)"
-            places.append(Place(part.name, None, why, name, sure=True))
-    stated = next((n for key in known_names("heads") if isinstance(n := tensors.config.get(key), int)), None)
-    if wrong := [place.part for place in places if place.part and stated not in (None, place.part.heads)]:
-        raise AnatomyError(f"`{wrong[0].name}`: config= says {stated} heads, its forward pass has {wrong[0].heads}")
-    order = {name: i for i, name in enumerate(tensors.every)}
-    places.sort(key=lambda place: order.get(place.name, len(order)))
-    return in_layers(places, tensors, same_block)

@@ -15,9 +15,9 @@ import torch
 from torch import nn
 
 from weightscope._util.plugins import imported, is_reference
+from weightscope.anatomy import traced
 from weightscope.anatomy.attention_modules import find, same_block
 from weightscope.anatomy.attention_part import AttentionPart, Gain
-from weightscope.anatomy.attention_trace import find_in_module, read
 from weightscope.anatomy.embedding import shared_path
 from weightscope.anatomy.tensors import ModuleTensors, NamedTensors, Parts, Place, in_layers
 from weightscope.errors import AnatomyError, UsageError
@@ -40,7 +40,7 @@ def find_attention(tensors: NamedTensors) -> Parts[AttentionPart]:
     What the table of architectures does not tell about a file is read from code, if there is some.
     """
     if isinstance(tensors, ModuleTensors):
-        return find_in_module(tensors)
+        return traced.find_attention(tensors)
     parts, failed = Parts[AttentionPart](), None
     if "code" not in tensors.config:
         try:
@@ -75,16 +75,16 @@ def places_of_code(tensors: NamedTensors) -> list[Place]:
     module = _own(code) if code is not None else _of_config(tensors.config)
     if module is None:
         return []
-    traced: dict[str, list[Place]] = {}
-    for place in read(ModuleTensors(module))[0]:
-        traced.setdefault(re.sub(r"\d+", r"\\d+", re.escape(place.name)), []).append(place)
+    layers: dict[str, list[Place]] = {}
+    for place in traced.read(ModuleTensors(module))[0]["attention"]:
+        layers.setdefault(re.sub(r"\d+", r"\\d+", re.escape(place.name)), []).append(place)
     sizes = {name: tuple(p.shape) for name, p in module.named_parameters(remove_duplicate=False)}
-    patterns = sorted(traced, key=len, reverse=True)  # those of a tower before those of a part of it
+    patterns = sorted(layers, key=len, reverse=True)  # those of a tower before those of a part of it
     out = []
     for name in tensors.names:
         found = ((p, m[1]) for p in patterns if (m := re.fullmatch(rf"((?:.*\.)?){p}", name)))
         pattern, before = next(found, ("", ""))
-        alike = sorted(traced.get(pattern, ()), key=lambda place: place.name != name)  # the same layer first
+        alike = sorted(layers.get(pattern, ()), key=lambda place: place.name != name)  # the same layer first
         moved = (_moved(place, before, name.removeprefix(before), tensors, sizes) for place in alike)
         out += [place for place in moved if place is not None][:1]
     return out

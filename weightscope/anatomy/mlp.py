@@ -21,6 +21,7 @@ from weightscope.anatomy.tensors import (
     places,
     template,
 )
+from weightscope.anatomy.traced_rows import owner as owning
 from weightscope.errors import AnatomyError, UsageError
 
 MLPName = Literal["fc1", "fc2", "gate"]
@@ -100,7 +101,8 @@ def find(tensors: NamedTensors) -> Parts[MLPPart]:
         if gate is not None and gate.size(tensors) != (hidden, width):
             raise AnatomyError(f"`{gate.name}`: expected {(hidden, width)} as of fc1, found {gate.size(tensors)}")
         kind: Literal["plain", "gated"] = "plain" if gate is None else "gated"
-        return MLPPart(0, prefix.removesuffix("."), kind, width, hidden, tensors, weights, biases)
+        path = owning([weights["fc1"].name, weights["fc2"].name])
+        return MLPPart(0, path, kind, width, hidden, tensors, weights, biases)
 
     names = {scheme: (scheme.fc1, scheme.fc2, scheme.gate) for scheme in SCHEMES}
     schemes = {scheme: tuple(f"{n}.weight" for n in dict.fromkeys(three) if n) for scheme, three in names.items()}
@@ -197,9 +199,9 @@ class FilterMLP:
         return slice(None), height // 2, width // 2
 
 
-def find_filter_mlps(tensors: NamedTensors) -> Parts[FilterMLP]:
+def find_filter_mlps(tensors: NamedTensors, found: Parts[MLPPart]) -> Parts[FilterMLP]:
     """All such blocks, in depth order; a convolution belongs to the one MLP in its own block, by their paths."""
-    found, convolutions = find(tensors), find_depthwise(tensors)
+    convolutions = find_depthwise(tensors)
     rows: list[DepthwisePart | Unread] = sorted([*convolutions, *convolutions.unread], key=lambda row: row.layer or 0)
     blocks = []
     for row in rows:

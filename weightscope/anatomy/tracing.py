@@ -534,7 +534,7 @@ class Tracer(TorchDispatchMode):
         inner = 1
         for n in out.shape[axis + 1 :]:
             inner *= n
-        sides = tuple(self._vector(c, axis) for c in real)
+        sides = tuple(self.vector(c, axis) for c in real)
         key = tuple(sorted(bytes(s.cpu().numpy()) for s in sides))
         node = Node("sum", out, rows=out.shape[axis], inner=inner, sides=(a, b))
         node.stream = self._streams.setdefault(key, len(self.nodes))
@@ -572,12 +572,12 @@ class Tracer(TorchDispatchMode):
     def _axis(self, codes: Tensor) -> int | None:
         """The axis of the channels: the one along which all are different and of one node."""
         for axis in dict.fromkeys((codes.ndim - 1, 1 % max(codes.ndim, 1))):
-            vector = self._vector(codes, axis)
+            vector = self.vector(codes, axis)
             if len(vector) > 1 and bool((vector >= 0).all()) and len(vector.unique()) == len(vector):
                 return axis
         return None
 
-    def _vector(self, codes: Tensor, axis: int) -> Tensor:
+    def vector(self, codes: Tensor, axis: int) -> Tensor:
         """The channels along one axis, at the last of all other places."""
         last = codes[tuple(slice(None) if i == axis else -1 for i in range(codes.ndim))]
         return self.channels(last)

@@ -1,0 +1,110 @@
+"""The parts of a module as its forward pass shows them; those of containers, which have none, by their names."""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from weightscope.anatomy import attention_modules, mlp
+from weightscope.anatomy.architectures import names as known_names
+from weightscope.anatomy.attention_part import AttentionPart
+from weightscope.anatomy.attention_trace import attentions
+from weightscope.anatomy.mlp import MLPPart
+from weightscope.anatomy.mlp_trace import mlps
+from weightscope.anatomy.running import structure, traces
+from weightscope.anatomy.tensors import ModuleTensors, NamedTensors, Parts, Place, in_layers
+from weightscope.anatomy.traced_rows import shared
+from weightscope.anatomy.tracing import Tracer
+from weightscope.errors import AnatomyError
+
+Reading = tuple[dict[str, list[Place]], set[str]]
+_KINDS: dict[str, Callable[[ModuleTensors, Tracer, str], Iterator[Place]]] = {"attention": attentions, "mlp": mlps}
+_READ: dict[Any, Reading] = {}  # structure of a module -> what was read of it
+
+
+def read(tensors: ModuleTensors) -> Reading:
+    """The parts of each kind that run, or why they are not read; and the names of all parameters that were used.
+
+    What was read of a module holds for others of the same structure.
+    """
+    key = structure(tensors.module)
+    if key not in _READ:
+        if len(_READ) > 100:
+            _READ.clear()
+        _READ[key] = _read(tensors)
+    found, used = _READ[key]
+    own = {kind: [_with(place, tensors) for place in places] for kind, places in found.items()}
+    return own, used
+
+
+def _with(place: Place, tensors: Any) -> Place:
+    return replace(place, part=place.part and replace(place.part, _tensors=tensors))
+
+
+def _read(tensors: ModuleTensors) -> Reading:
+    found: dict[str, dict[Any, Place]] = {kind: {} for kind in _KINDS}
+    used: set[str] = set()
+    for path, tracer in traces(tensors.module):
+        prefix = f"{path}." if path else ""
+        used |= {prefix + tracer.names[n] for node in tracer.nodes if node is not None for n in node.parameters}
+        for kind, find in _KINDS.items():
+            for place in find(tensors, tracer, prefix):
+                found[kind].setdefault(_identity(place), place)
+    return {kind: [_with(place, None) for place in places.values()] for kind, places in found.items()}, used
+
+
+def _identity(place: Place) -> Any:
+    """Equal for two runs of one part."""
+    if place.part is None:
+        return place.path, place.why
+    return tuple((slot.name, str(slot.rows)) for slot in place.part._weights.values())
+
+
+def find_attention(tensors: ModuleTensors) -> Parts[AttentionPart]:
+    """All attention modules, in order."""
+    found = _found(
+        tensors, "attention", attention_modules.candidates(tensors), "no softmax of queries and keys applied to values"
+    )
+    stated = next((n for key in known_names("heads") if isinstance(n := tensors.config.get(key), int)), None)
+    if wrong := [place.part for place in found if place.part and stated not in (None, place.part.heads)]:
+        raise AnatomyError(f"`{wrong[0].name}`: config= says {stated} heads, its forward pass has {wrong[0].heads}")
+    return in_layers(found, tensors, attention_modules.same_block)
+
+
+def find_mlps(tensors: NamedTensors) -> Parts[MLPPart]:
+    """All MLPs, in order; of a file by their names."""
+    if not isinstance(tensors, ModuleTensors):
+        return mlp.find(tensors)
+    shows = "no function of each unit between two linear maps, of which the second returns to the stream"
+    named = [Place(part.name, part) for part in mlp.find(tensors)]
+    return in_layers(_found(tensors, "mlp", named, shows), tensors)
+
+
+def _found(tensors: ModuleTensors, kind: str, named: Iterable[Place], shows: str) -> list[Place]:
+    """The places of a kind in the model's order, and what has known names and is no such part, or never ran."""
+    found, used = read(tensors)
+    places = found[kind]
+    seen = {slot.name for place in places if place.part for slot in place.part._weights.values()}
+    for known in named:
+        part = known.part
+        own = {slot.name for slot in part._weights.values()} if part else set()
+        own = own or {f"{known.path}.{name}" for name in tensors.under(known.path)}
+        name = next(iter(part._weights.values())).name if part else known.name
+        if not own & used and (path := _with_code(tensors, own)) is None:
+            places.append(replace(known, name=name))
+        elif not own & used:
+            why = f"(`{path}` could not be run on random inputs; give the model an attribute example_input_array)"
+            places.append(Place(known.path, None, why, name, sure=True, error=f"`{known.path}`: {why}"))
+        elif part and not own & seen and not any(place.path == part.name for place in places):
+            places.append(Place(part.name, None, f"(its forward pass shows {shows})", name, sure=True))
+    order = {name: i for i, name in enumerate(tensors.every)}
+    return sorted(places, key=lambda place: order.get(place.name, len(order)))
+
+
+def _with_code(tensors: ModuleTensors, names: Iterable[str]) -> str | None:
+    """The path of the smallest module with a forward pass that has all these parameters."""
+    words = shared(name.split(".")[:-1] for name in names)
+    paths = [".".join(words[:end]) for end in range(len(words), -1, -1)]
+    coded = (p for p in paths if type(tensors.module.get_submodule(p)).forward is not nn.Module.forward)
+    return next(coded, None)
