@@ -36,7 +36,7 @@ from weightscope.anatomy.tensors import (
     named_tensors,
     unread_matrices,
 )
-from weightscope.anatomy.traced import find_mlps
+from weightscope.anatomy.traced import find_mlps, read
 from weightscope.errors import AnatomyError, UsageError
 
 __all__ = [
@@ -97,6 +97,9 @@ def inventory(model: Model, config: Mapping[str, Any] | None = None) -> dict[str
 def _unread(kind: str, tensors: NamedTensors, parts: Parts[Any]) -> tuple[Unread, ...]:
     """What cannot be read: parts found by their place, and what resembles one by names and shapes alone."""
     names = _ALIKE[kind](tensors, parts) if kind in _ALIKE else ()
+    if isinstance(tensors, ModuleTensors) and kind in ("attention modules", "MLPs") and names:
+        ran = read(tensors)[1]  # which the forward pass tells about
+        names = tuple(name for name in names if name not in ran)
     found = {name: Unread(name, str(tensors.shape(name))) for name in names}
     out: list[Unread] = []
     for unread in parts.unread:

@@ -15,7 +15,7 @@ from torch import Tensor
 from weightscope.anatomy.attention_part import AttentionPart, Gain
 from weightscope.anatomy.tensors import ModuleTensors, Place, Slot
 from weightscope.anatomy.traced_rows import owner, rows_of, span
-from weightscope.anatomy.tracing import BITS, ENTRY, OFFSET, SEVERAL, Node, Origin, Tracer, Weight
+from weightscope.anatomy.tracing import BITS, ENTRY, OFFSET, SEVERAL, Node, Origin, Tracer, Weight, present
 
 _CHANGES = {"rotated", "normalised", "convolved", "pooled", "positions", "scaled", "added", "centred"}
 
@@ -76,14 +76,14 @@ class _Reader:
         if not _constant(vc, across):
             raise _UnreadError("values are not made of one linear map for each channel")
         vh = vc.amax(across)
-        if mixed or apply.out.shape[0] != product.out.shape[0]:
+        if mixed or weights.codes.shape[0] != q.codes.shape[0]:
             firsts, order = _distinct(qh, kh)
             value_firsts, order = _distinct(vh)
             if len(firsts) != len(value_firsts):
                 raise _UnreadError(f"{len(firsts)} maps act on the values of {len(value_firsts)} heads")
             qs, ks, vs = qh[firsts], kh[firsts], vh[value_firsts]
         else:
-            entry = (weights.codes & ENTRY) // product.out[0].numel()
+            entry = (weights.codes & ENTRY) // (q.codes.shape[1] * k.codes.shape[2])
             batch = torch.where(weights.codes >= 0, entry, -1).flatten(1).amax(1)
             batch = torch.where(batch < 0, torch.arange(len(batch), device=batch.device), batch)
             firsts, order = _distinct(qh[batch], kh[batch], vh)
@@ -170,7 +170,7 @@ class _Reader:
     def _projection(self, letter: str, codes: Tensor, found: list[str]) -> tuple[Any, Any, Node]:
         """Parameter, rows, whether transposed and columns of a projection; its bias; one of its nodes."""
         what = {"q": "queries", "k": "keys", "v": "values"}[letter]
-        numbers = (codes >> BITS).unique().tolist()
+        numbers = present(codes)
         nodes = [self.tracer.node(n) for n in numbers if n > 0]
         found += [self.names[p] for node in nodes for p in node.parameters]
         if len(nodes) != len(numbers) or not nodes:
@@ -221,7 +221,7 @@ class _Reader:
                 continue
             if node.weight is None:
                 raise _UnreadError(f"the output: {node.why}")
-            entry, size = node.inputs & ENTRY, apply.out.shape
+            entry, size = node.inputs & ENTRY, (1, *apply.out.shape)[-3:]
             batch = entry // (size[1] * size[2])
             channel = (
                 (entry % size[2])
@@ -262,7 +262,7 @@ class _Reader:
         if node.inputs is None:
             return ()
         codes = self.tracer.channels(node.inputs)
-        for n in (codes >> BITS).unique().tolist():
+        for n in present(codes):
             if n > 0 and (one := self.tracer.node(n)).stream:
                 codes = torch.where(codes >> BITS == n, codes & ENTRY | one.stream << BITS, codes)
         return tuple(codes.tolist())

@@ -188,7 +188,7 @@ class Tracer(TorchDispatchMode):
         """`node << 32 | channel`: the tokens forgotten."""
         out = torch.full_like(codes, -1)
         numbers = codes >> BITS
-        for n in numbers.unique().tolist():
+        for n in present(codes):
             if n > 0:
                 one, where = self.node(n), numbers == n
                 out[where] = (((codes[where] & ENTRY) // one.inner) % one.rows) | n << BITS
@@ -513,10 +513,9 @@ class Tracer(TorchDispatchMode):
             )
             return
         real = [_real(c) for c in codes]
-        numbers = [(c >> BITS).unique() for c in real]
-        numbers = [n[n > 0] for n in numbers]
-        if len(numbers[0]) == 1 == len(numbers[1]) and bool((numbers[0] == numbers[1]).all()):
-            node = self.node(int(numbers[0]))
+        numbers = [[n for n in present(c) if n > 0] for c in real]
+        if len(numbers[0]) == 1 and numbers[0] == numbers[1]:
+            node = self.node(numbers[0][0])
             same = bool((self.channels(real[0]) == self.channels(real[1])).all())
             if node.kind != "sum" or same:
                 marks = a.marks | b.marks if same else a.marks | b.marks | {"rotated"}
@@ -528,7 +527,7 @@ class Tracer(TorchDispatchMode):
         for one in (a, b):
             if one.gain is not None:
                 self.normed |= {(n & ~OFFSET) >> BITS for n in one.gain.unique().tolist() if 0 <= n < SEVERAL}
-            for n in (one.codes >> BITS).unique().tolist() if not one.codes.is_complex() else ():
+            for n in present(one.codes) if not one.codes.is_complex() else ():
                 if n > 0 and self.node(n).kind in ("linear", "apply") and self.node(n).after is None:
                     self.node(n).after = one
         inner = 1
@@ -549,7 +548,7 @@ class Tracer(TorchDispatchMode):
                 best, other = (a, b) if x.numel() >= y.numel() else (b, a)
             else:
                 best, other = (a, b) if self._rank(x) > self._rank(y) else (b, a)
-            for n in (_real(other.codes) >> BITS).unique().tolist():
+            for n in present(_real(other.codes)):
                 if n > 0:
                     self.node(n).scales = True
             constant = self.kind(_real(other.codes)) == "embedding"  # a table of positions
@@ -584,7 +583,7 @@ class Tracer(TorchDispatchMode):
 
     def _soften(self, x: Tensor) -> None:
         """A softmax acts on a product, or on heads mixed after it."""
-        for n in (self._acts[x].codes >> BITS).unique().tolist():
+        for n in present(self._acts[x].codes):
             while n > 0:
                 one = self.node(n)
                 one.softmax, one.logits, one.masked = True, self._acts[x], x < _MASKED
@@ -731,6 +730,11 @@ class Tracer(TorchDispatchMode):
         if isinstance(bias, Tensor) and self._is_weight(bias):
             node.bias = self._weight(bias)[0].flatten().cpu()
         self._new(out, node)
+
+
+def present(codes: Tensor) -> list[int]:
+    """The numbers of the nodes in codes, and -1 if some are unknown."""
+    return [n - 1 for n in torch.bincount((codes >> BITS).flatten() + 1).nonzero().flatten().tolist()]
 
 
 def _counted(tensor: Tensor) -> Tensor:
