@@ -341,7 +341,7 @@ def test_heads_of_the_file_s_own_tables() -> None:
     assert [part.heads for part in anatomy.attention(state)] == [2, 4]
     found = anatomy.attention(state, {"num_heads": 2}, strict=None)
     assert [part.heads for part in found] == [2]
-    assert "4 in `relative_position_bias_table`" in found.unread[0].why
+    assert "expected 4 as of `relative_position_bias_table`" in found.unread[0].why
 
 
 def test_attention_head_dim_is_the_number_of_heads_of_stable_diffusion_and_attn2_is_cross() -> None:

@@ -160,8 +160,8 @@ class ProductsResult(Result):
                 sign = "LayerScale multiplies what W_V W_O adds to each channel, including its sign"
                 more.append(f"{sign}; fold_scales=True (--fold-scales) includes it")
             if info.by_names:
-                order = "their order of rows follows from a part of the names of timm's block; --layout chooses another"
-                more.append(f"{joined((f'`{name}`' for name in info.by_names), 2)}: {order}")
+                order = f"the order of rows of {joined((f'`{name}`' for name in info.by_names), 2)}"
+                more.append(f"{order} follows from a part of the names of timm's block; --layout chooses another")
             if any(row["normalised"] for row in self.select("qk", info.label)):
                 more.append("queries and keys are normalised before QK, so its scale is meaningless")
             out += [f"{info.label}: {line}" for line in more]

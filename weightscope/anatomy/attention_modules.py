@@ -159,7 +159,7 @@ class _Reader:
             each = each or next((one.head_width for one in kin if one.head_width), None)
             heads = units // each if each else None
         if own and table != "q_norm" and heads not in (None, own):
-            raise AnatomyError(f"`{path}`: found {heads} heads in the config, {own} in `{table}`; leave --heads out")
+            raise AnatomyError(f"`{path}`: expected {own} as of `{table}`, found {heads} heads; leave --heads out")
         heads = own if heads is None else heads
         if heads is None:
             raise AnatomyError(
