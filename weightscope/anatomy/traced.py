@@ -96,8 +96,8 @@ def _found(tensors: ModuleTensors, kind: str, named: Iterable[Place], shows: str
         elif not own & used:
             why = f"(`{path}` could not be run on random inputs; give the model an attribute example_input_array)"
             places.append(Place(known.path, None, why, name, sure=True, error=f"`{known.path}`: {why}"))
-        elif part and not own & seen and not any(place.path == part.name for place in places):
-            places.append(Place(part.name, None, f"(its forward pass shows {shows})", name, sure=True))
+        elif not own & seen and not any(place.path == known.path for place in places):
+            places.append(Place(known.path, None, f"(its forward pass shows {shows})", name, sure=True))
     order = {name: i for i, name in enumerate(tensors.every)}
     return sorted(places, key=lambda place: order.get(place.name, len(order)))
 
