@@ -12,7 +12,7 @@ from families import HF, TEXT, TOKENS
 from programs import script
 from torch import nn
 
-from weightscope import anatomy
+from weightscope import anatomy, products
 from weightscope import init as wi
 from weightscope.anatomy import tensors
 from weightscope.auditing import audit
@@ -87,7 +87,7 @@ REFUSED = {
 NOTED = {"mixed logits": "heads mixed", "mixed maps": "heads mixed", "gated": "gated"}
 
 
-def products(layer: Attention) -> tuple[torch.Tensor, torch.Tensor]:
+def own_products(layer: Attention) -> tuple[torch.Tensor, torch.Tensor]:
     """W_Q W_K^T and W_V W_O of each head, (H, d, d), by the layer's own order of rows."""
     rows, o = layer.qkv.weight.double(), layer.proj.weight.double()
     h, kind, width = layer.num_heads, layer.kind, rows.shape[1]
@@ -121,7 +121,7 @@ def test_a_layer_is_read_as_it_computes_whatever_its_names_say():
         read = [layer for layer in layers if not (refused and layer is layers[at])]
         for part, layer in zip(parts, read, strict=True):
             q, k, v, o = (part.read(letter).double() for letter in "qkvo")
-            torch.testing.assert_close((q @ k.mT, v @ o), products(layer), rtol=1e-5, atol=1e-8)
+            torch.testing.assert_close((q @ k.mT, v @ o), own_products(layer), rtol=1e-5, atol=1e-8)
             assert part.notes == ({NOTED[kind]} if layer is layers[at] and kind in NOTED else set())
         before = copy.deepcopy(model.state_dict())
         for use in (wi.mimetic_attention_, wi.zero_init_, lambda m: audit(m, "mimetic_attention")) if refused else ():
@@ -255,6 +255,23 @@ def test_attention_of_timm_that_no_name_tells(name, kinds, notes, unread):
     parts = anatomy.FINDERS["attention modules"](anatomy.named_tensors(shims.timm().create_model(name)))
     assert (Counter(part.kind for part in parts), len(parts.unread)) == (kinds, unread)
     assert set().union(*(part.notes for part in parts)) == notes
+
+
+@pytest.mark.slow
+def test_initialisers_say_what_they_do_not_support():
+    timm = shims.timm()
+    levit, cait = timm.create_model("levit_128s"), timm.create_model("cait_xxs24_224")
+    unread = pytest.warns(UserWarning, match="2 tensors look like attention modules")
+    with unread, pytest.raises(UsageError, match="a nonlinear function acts before the output projection"):
+        wi.mimetic_attention_(levit, strict=False)
+    with unread:
+        wi.mimetic_attention_(levit, strict=False, parts="qk", alpha_qk=0.0, beta_qk=1.0)
+    found = products(levit)
+    assert min(row["beta"] for row in found.select("qk")) > 0.03  # a head has 16 of at most 384 dimensions
+    assert not found.select("vo")
+    assert any("so that it is no product" in note for note in found.notes())
+    with pytest.raises(UsageError, match=r"maps of several heads are mixed"):
+        wi.impulse_attention_(cait)
 
 
 def test_mlps_over_tokens_are_left_alone():

@@ -32,6 +32,7 @@ from weightscope.anatomy import (
     named_tensors,
     parts_of,
 )
+from weightscope.anatomy.attention_part import NOTES
 from weightscope.anatomy.factored_products import FactoredProduct
 from weightscope.checkpoint import Checkpoint
 from weightscope.errors import AnatomyError, UsageError, WeightscopeError
@@ -305,7 +306,10 @@ class _Model:
         self.label = label
         self.nonfinite: dict[str, int] = {}
         self.rows: list[Row] = []
-        rows = sum(2 * part.heads + 1 for part in self.parts) + sum(part.groups for part in self.state_spaces)
+        rows = sum(part.heads * (1 if "activated" in part.notes else 2) for part in self.parts)
+        rows += sum("activated" not in part.notes for part in self.parts) + sum(
+            part.groups for part in self.state_spaces
+        )
         sides = [*(part.width for part in self.parts), *(part.channels for part in self.state_spaces)]
         side = min(clip or 0, max(sides))
         self.corners = np.zeros((rows, side, side), dtype=np.float32)
@@ -448,7 +452,10 @@ def _compute(model: _Model, fold_norms: bool, fold_scales: bool) -> None:
             model.add(part, "qk", heads, product, scaled)
             del product
         del q, k
-        _values_outputs(model, part, gain, scale, scaled)
+        if "activated" in part.notes:
+            model.skipped[part.name] = f"(W_V W_O alone: {NOTES['activated']}, so that it is no product)"
+        else:
+            _values_outputs(model, part, gain, scale, scaled)
     for layer in model.state_spaces:
         # W_C^T W_B of each group, (G, d, d) of rank N: a map of what C and B read, the residual stream in Mamba-2, the
         # p inner channels in Mamba. Where states do not decay, token i adds C_i^T B_j of token j (thesis Eq. 3.38).

@@ -284,7 +284,7 @@ def _biases(
     return out
 
 
-def _kind(tensors: NamedTensors, path: str, sizes: dict[str, tuple[int, int]]) -> Literal["self", "cross"]:
+def _kind(tensors: NamedTensors, path: str, sizes: dict[str, tuple[int, int]]) -> Literal["self", "cross", "pooled"]:
     words = path.split(".")
     parent = ".".join(words[:-1])
     above = f"{parent}." if parent else ""
@@ -296,7 +296,7 @@ def _kind(tensors: NamedTensors, path: str, sizes: dict[str, tuple[int, int]]) -
     if any(f"{path}.{name}".lstrip(".") in tensors for name in ("latent", *names("reduced"))):
         return "cross"  # keys and values are of fewer tokens
     if any(above + probe in tensors for probe in ("probe", "latent")):
-        return "cross"  # a learned query pools the tokens
+        return "pooled"  # by a learned query
     return "self" if sizes["q"][1] == sizes["k"][1] else "cross"
 
 

@@ -94,6 +94,11 @@ class AttentionPart(InSlots):
             raise AnatomyError(f"`{self.name}`: {gain}; compute without {option}, or leave this layer out")
         return gain.read(self._tensors)
 
+    def without(self, *notes: str, caller: str) -> None:
+        """UsageError if the module has one of some `NOTES`, which an initialiser does not support."""
+        if there := [NOTES[note] for note in notes if note in self.notes]:
+            raise UsageError(f"{caller}: `{self.name}`: {there[0]}, which it does not support; choose other layers")
+
     @property
     def window(self) -> int | None:
         """How far a query sees (to each side or in a row), as attributes or the config say; None if they state nothing.

@@ -117,7 +117,9 @@ def inputs(module: nn.Module) -> Iterator[Inputs]:
         shape = (channels, *size) if len(size) > 1 or axes < 2 else (channels, *size * axes)
         if axes > 1 or first is None or len(size) > 1:
             yield (noise(1, *shape),), {}
-    widths = [p.shape[-1] for p in module.parameters() if p.ndim == 2] + [p.shape[0] for p in module.parameters()]
+    widths = [p.shape[-1] for p in module.parameters() if p.ndim == 2] + [
+        p.numel() for p in module.parameters() if p.ndim == 1
+    ]
     for width in dict.fromkeys(widths[:1] + [n for n in widths if n > 1][:3]):
         for count in dict.fromkeys((*_counts(module), _TOKENS, 49, 64, 196)):
             side = int(count**0.5)
@@ -201,13 +203,21 @@ def _of_transformers(module: nn.Module, noise: Any, device: Any) -> Iterator[Inp
         "decoder_input_ids": ids,
     }
     here = {name: value for name, value in known.items() if name in named and value is not None}
+    hidden = noise(1, _IDS, getattr(config, "hidden_size", None) or getattr(config, "d_model", 8))
+    beside: dict[str, Any] = {"decoder_input_ids": ids} if "decoder_input_ids" in named else {}
+    stream = "encoder_hidden_states" if "encoder_hidden_states" in named and not beside else None
     main = getattr(module, "main_input_name", "input_ids")
-    decoder = {"decoder_input_ids": ids} if "decoder_input_ids" in named else {}
-    if getattr(config, "add_cross_attention", False) is True:
-        decoder["encoder_hidden_states"] = noise(1, _IDS, config.hidden_size)
     if main in known:
-        yield (), {main: known[main]} | decoder
+        if stream:
+            yield (), {main: known[main], stream: hidden}
+        yield (), {main: known[main]} | beside
     yield (), here
     for name in here:
-        yield (), {name: here[name]} | decoder
-    yield (), {"inputs_embeds": noise(1, _IDS, getattr(config, "hidden_size", 8))}
+        yield (), {name: here[name]} | beside
+    if "input_features" in here:
+        yield (), {"input_features": here["input_features"].mT} | beside
+    yield (), {"inputs_embeds": hidden}
+    patch = next((p for p in module.parameters() if p.ndim in (4, 5)), None)
+    if "grid_thw" in named and patch is not None:  # patches of an image, as rows
+        grid = torch.tensor([[1, 4, 4]], device=device)
+        yield (noise(16, patch[0].numel()),), {"grid_thw": grid}

@@ -19,7 +19,7 @@ def rows_of(tracer: Tracer, weight: Weight) -> tuple[int, Tensor, bool] | None:
     total = torch.Size(shape).numel()
     if (weight.step == 1 or columns == 1) and shape[0] * columns == total and not bool((flat % columns).any()):
         return owners[0], flat // columns, False
-    if total == shape[0] * shape[1] and weight.step == shape[1] and bool((flat < shape[1]).all()):
+    if len(shape) > 1 and total == shape[0] * shape[1] and weight.step == shape[1] and bool((flat < shape[1]).all()):
         return owners[0], flat, True
     return None
 

@@ -144,6 +144,9 @@ def mimetic_attention_(
         heads: which heads of each layer are set; None for all. Heads that share a key must be chosen together. The
             value-output product is the sum over the chosen heads.
 
+    Rotated, normalised and gated attention, biases of positions and mixed heads are supported; with a nonlinear
+    function before the output projection (LeViT), `W_V W_proj` is no map, and only parts="qk" can be set.
+
     Source: thesis Eq. 3.12 to 3.18; attention paper, section 4, Eq. 3 and 4. Two errors in both are corrected, so that
         the products are those of Eq. 3.12 and 3.13: the sign of beta I (Eq. 3.14), and the missing square root of S in
         W_V (Eq. 3.15).
@@ -159,6 +162,7 @@ def mimetic_attention_(
         if parts != "vo":
             write_query_key(part, construction, alpha_qk, beta_qk, generator)
         if parts != "qk":
+            part.without("activated", caller="mimetic_attention_")
             write_value_output(part, construction, alpha_vo, beta_vo, generator)
     return module
 

@@ -344,6 +344,7 @@ def of_positions_alone(part: AttentionPart, causal: bool | None) -> AttentionPar
     }
     if why := next((why for why, holds in reasons.items() if holds), None):
         raise UsageError(f"`{part.name}`: {why}, so Q K^T does not give the map; impulses need attention without")
+    part.without("heads mixed", caller="impulse_attention_")
     return replace(part, causal=causal) if part.causal is None else part
 
 
