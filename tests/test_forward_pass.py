@@ -2,12 +2,14 @@
 
 import copy
 import functools
+import json
 import random
 from collections import Counter
 
 import pytest
 import shims
 import torch
+from click.testing import CliRunner
 from families import HF, TEXT, TOKENS
 from programs import script
 from torch import nn
@@ -16,6 +18,7 @@ from weightscope import anatomy, products
 from weightscope import init as wi
 from weightscope.anatomy import tensors
 from weightscope.auditing import audit
+from weightscope.cli import cli
 from weightscope.errors import AnatomyError, DataError, UsageError
 from weightscope.networks import ViT
 
@@ -272,6 +275,54 @@ def test_initialisers_say_what_they_do_not_support():
     assert any("so that it is no product" in note for note in found.notes())
     with pytest.raises(UsageError, match=r"maps of several heads are mixed"):
         wi.impulse_attention_(cait)
+
+
+OWN = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self, depth=1):
+        super().__init__()
+        self.stack = nn.ModuleList(Layer() for _ in range(depth))
+    def forward(self, x):
+        for layer in self.stack:
+            x = x + layer(x)
+        return x
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.rows, self.back = nn.Linear(24, 72, bias=False), nn.Linear(24, 24, bias=False)
+    def forward(self, x):
+        k, v, q = (part.unflatten(-1, (8, 3)).permute(0, 3, 1, 2) for part in self.rows(x).chunk(3, -1))
+        return self.back((torch.softmax(q @ k.mT / 8**0.5, -1) @ v).permute(0, 2, 3, 1).flatten(2))
+"""
+
+
+def test_a_file_is_read_as_code_of_ones_own_computes(tmp_path, monkeypatch):
+    """Keys, values, queries in this order, and heads that take turns: no name says so."""
+    (tmp_path / "own_net.py").write_text(OWN)
+    monkeypatch.chdir(tmp_path)
+    state = {
+        f"net.stack.{i}.{name}.weight": torch.randn(shape)
+        for i in range(3)
+        for name, shape in (("rows", (72, 24)), ("back", (24, 24)))
+    }
+    torch.save(state, tmp_path / "weights.pt")
+    with pytest.raises(AnatomyError, match="expected attention"):
+        anatomy.attention(state)
+    parts = anatomy.attention(str(tmp_path / "weights.pt"), {"code": "own_net:Net"})
+    assert [(part.layer, part.name, part.heads) for part in parts] == [(i, f"net.stack.{i}", 3) for i in range(3)]
+    for i, part in enumerate(parts):
+        k, _, q = state[f"net.stack.{i}.rows.weight"].unflatten(0, (3, 8, 3)).transpose(1, 2)
+        torch.testing.assert_close(part.read("q") @ part.read("k").mT, q.mT @ k)
+    done = CliRunner().invoke(
+        cli, ["products", "weights.pt", "--code", "own_net:Net", "-o", "out.png", "--json", "out.json"]
+    )
+    assert done.exit_code == 0, done.output
+    assert len(json.loads((tmp_path / "out.json").read_text())["rows"]) == 3 * (3 + 3 + 1)
+    with pytest.raises(UsageError, match="none of the attention modules that its forward pass shows has the names"):
+        anatomy.attention({"other.weight": torch.zeros(24, 24)}, {"code": "own_net:Net"})
 
 
 def test_mlps_over_tokens_are_left_alone():

@@ -13,6 +13,7 @@ from weightscope.cli.options import (
     Named,
     OutputFile,
     choice_option,
+    code_option,
     command,
     data_option,
     figure_option,
@@ -330,13 +331,20 @@ def _show(found: Any, out: Path | None, json_file: Path | None, notes: Sequence[
 @figure_option("products.png")
 @heads_option
 @layout_option
+@code_option
 @click.option("--fold-norms", is_flag=True, help="Fold in the gain of the normalisation before the attention.")
 @click.option("--fold-scales", is_flag=True, help="Fold LayerScale into W_V W_O.")
 @many_options
 @file_options
 @json_option
 def products(
-    sources: tuple[str, ...], out: Path, heads: Any, layout: str | None, json_file: Path | None, **options: Any
+    sources: tuple[str, ...],
+    out: Path,
+    heads: Any,
+    layout: str | None,
+    code: str | None,
+    json_file: Path | None,
+    **options: Any,
 ) -> None:
     """Compute W_Q W_K^T and W_V W_O of every layer and head, and test their diagonals.
 
@@ -355,7 +363,7 @@ def products(
     """
     from weightscope.analysis.attention_products import products as compute
 
-    found = compute(*sources, config=reading_config(heads, layout), **options)
+    found = compute(*sources, config=reading_config(heads, layout, code), **options)
     _show(found, out, json_file)
     _refuse(found.failed, sources)
 
@@ -476,11 +484,18 @@ def _maps_of(kind: str, options: Mapping[str, Any], source: str) -> tuple[Any, l
 )
 @heads_option
 @layout_option
+@code_option
 @click.option("--no-strict", is_flag=True, help="Audit what can be read, and list what looks alike and cannot.")
 @file_options
 @json_option
 def audit(
-    source: str, init: str | None, heads: Any, layout: str | None, no_strict: bool, json_file: Path | None
+    source: str,
+    init: str | None,
+    heads: Any,
+    layout: str | None,
+    code: str | None,
+    no_strict: bool,
+    json_file: Path | None,
 ) -> None:
     """Check whether a checkpoint has the structure that an initialiser produces.
 
@@ -504,7 +519,7 @@ def audit(
 
         parsed = labelled(init)[1]
         name, parameters = parsed.name, parsed.parameters
-    report = run(model, name, config=reading_config(heads, layout), **{"strict": not no_strict, **parameters})
+    report = run(model, name, config=reading_config(heads, layout, code), **{"strict": not no_strict, **parameters})
     click.echo(str(report))
     write_json(json_file, report.to_dict())
     if init is not None and not report.passed:

@@ -277,10 +277,18 @@ layout_option = click.option(
 )
 
 
-def reading_config(heads: Any, layout: str | None) -> dict[str, Any] | None:
-    """The `config` that stands for --heads and --layout; None without them."""
+code_option = click.option(
+    "--code",
+    metavar="MODULE:FUNCTION",
+    help="A function that returns a module with the names of the file: its forward pass tells what they mean.",
+)
+
+
+def reading_config(heads: Any, layout: str | None, code: str | None = None) -> dict[str, Any] | None:
+    """The `config` that stands for --heads, --layout and --code; None without them."""
     out = {} if heads is None else {"heads" if isinstance(heads, dict) else "num_attention_heads": heads}
-    return out | ({} if layout is None else {"layout": layout}) or None
+    given = {"layout": layout, "code": code}
+    return out | {key: value for key, value in given.items() if value is not None} or None
 
 
 def choice_option(name: str, values: str, help: str, default: str | None = None) -> Callable[[Callable[..., Any]], Any]:

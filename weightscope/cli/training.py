@@ -11,6 +11,7 @@ from weightscope.cli.options import (
     Named,
     OutputFile,
     backend_options,
+    code_option,
     command,
     data_option,
     device_option,
@@ -214,6 +215,7 @@ def _gain(text: str) -> float | str:
 @click.option("--at", type=int, help="For a population with snapshots: the epoch (of sequences, the step) of training.")
 @heads_option
 @layout_option
+@code_option
 @click.option("--joint", default="block", help="Tensors fitted jointly: tensor, block or all.")
 @click.option(
     "--holdout",
@@ -325,7 +327,7 @@ def fit_init(
     else:
         from weightscope.fits.one_network import fit_network
 
-        if (config := reading_config(settings["heads"], settings["layout"])) is not None:
+        if (config := reading_config(settings["heads"], settings["layout"], settings["code"])) is not None:
             options["config"] = config
         result = fit_network(source, structure, **options)
     click.echo(result.text())
@@ -338,7 +340,7 @@ def fit_init(
 _FITTED = {
     "a population": ("select", "joint", "holdout", "seed", "permutations", "workers", "at", "partial", "gain auto"),
     "networks": ("select", "scale"),
-    "one network": ("heads", "layout"),
+    "one network": ("heads", "layout", "code"),
 }
 _GAIN_TRAINING = ("data", "device", "gain_seeds", "gain_epochs")  # options of the trainings of --gain auto
 
