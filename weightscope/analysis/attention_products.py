@@ -32,7 +32,7 @@ from weightscope.anatomy import (
     named_tensors,
     parts_of,
 )
-from weightscope.anatomy.attention_part import NOTES
+from weightscope.anatomy.attention_part import NO_PRODUCT, NOTES
 from weightscope.anatomy.factored_products import FactoredProduct
 from weightscope.checkpoint import Checkpoint
 from weightscope.errors import AnatomyError, UsageError, WeightscopeError
@@ -306,10 +306,9 @@ class _Model:
         self.label = label
         self.nonfinite: dict[str, int] = {}
         self.rows: list[Row] = []
-        rows = sum(part.heads * (1 if "activated" in part.notes else 2) for part in self.parts)
-        rows += sum("activated" not in part.notes for part in self.parts) + sum(
-            part.groups for part in self.state_spaces
-        )
+        square = [not part.notes & {*NO_PRODUCT} for part in self.parts]
+        rows = sum(part.heads * (2 if vo else 1) + vo for part, vo in zip(self.parts, square, strict=True))
+        rows += sum(part.groups for part in self.state_spaces)
         sides = [*(part.width for part in self.parts), *(part.channels for part in self.state_spaces)]
         side = min(clip or 0, max(sides))
         self.corners = np.zeros((rows, side, side), dtype=np.float32)
@@ -452,8 +451,8 @@ def _compute(model: _Model, fold_norms: bool, fold_scales: bool) -> None:
             model.add(part, "qk", heads, product, scaled)
             del product
         del q, k
-        if "activated" in part.notes:
-            model.skipped[part.name] = f"(W_V W_O alone: {NOTES['activated']}, so that it is no product)"
+        if notes := [NOTES[note] for note in NO_PRODUCT if note in part.notes]:
+            model.skipped[part.name] = f"(W_V W_O alone: {notes[0]}, so that it is no map of the stream to itself)"
         else:
             _values_outputs(model, part, gain, scale, scaled)
     for layer in model.state_spaces:

@@ -29,7 +29,10 @@ NOTES = {
     "heads mixed": "maps of several heads are mixed",
     "activated": "a nonlinear function acts before the output projection",
     "gated": "what attention gives is multiplied by other activations",
+    "widened": "the output has another width than the stream that queries read",
 }
+NO_PRODUCT = ("activated", "widened")
+"""Notes with which W_V W_O is no map of the stream to itself."""
 
 
 @dataclass(frozen=True)

@@ -99,8 +99,6 @@ class _Reader:
         self._compare("v", values, apply.values[1])
         heads, kv_heads = len(qs), self._groups(slots, ks, vs)
         width, kv_width = nodes["q"].weight.columns, nodes["k"].weight.columns  # type: ignore[union-attr]
-        if out.rows != width:
-            raise _UnreadError(f"the output has {out.rows} rows, the stream a width of {width}")
         streams = {x: self._stream(node) for x, node in nodes.items()}
         marks = q.marks | k.marks
         logits = product.logits
@@ -158,7 +156,7 @@ class _Reader:
             or bool({"convolved", "pooled", "gated"} & (marks | values.marks))
             or bool({"added", "scaled"} & out.marks)
             or ("positions" in marks and "rotated" not in marks),
-            notes=_notes(mixed, out.marks),
+            notes=_notes(mixed, out.marks, out.rows != width),
             numbers=tuple(range(heads)),
             _tensors=self.tensors,
             _weights=weights_of,
@@ -234,7 +232,7 @@ class _Reader:
             columns = torch.full((heads, width), -1)
             head = order.cpu()[batch[mine]]
             columns[head, channel[mine]] = torch.arange(len(mine))[mine]
-            if bool((columns < 0).any()) or not bool(mine.all()):
+            if bool((columns < 0).any()):
                 raise _UnreadError("the output reads other channels than those that attention gives")
             steps = node.weight.first.diff().unique()
             if len(steps) != 1:
@@ -317,9 +315,9 @@ class _Reader:
         return Gain(self.names[(int(gain[0]) & ~OFFSET) >> BITS], 1.0 if int(gain[0]) & OFFSET else 0.0)
 
 
-def _notes(mixed: bool, after: frozenset[str]) -> frozenset[str]:
+def _notes(mixed: bool, after: frozenset[str], widened: bool) -> frozenset[str]:
     """What else there is in an attention, in the words of `NOTES`; `after` is what is done to its values' sums."""
-    there = {"heads mixed": mixed, "activated": "nonlinear" in after, "gated": "gated" in after}
+    there = {"heads mixed": mixed, "activated": "nonlinear" in after, "gated": "gated" in after, "widened": widened}
     return frozenset(word for word, yes in there.items() if yes)
 
 

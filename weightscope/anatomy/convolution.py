@@ -69,9 +69,11 @@ def find(tensors: NamedTensors) -> Parts[DepthwisePart]:
         alike = len(shape) - 2 if fits or (bad and _is_shape(shape, name)) else 0
         ndim = alike if fits else good.get(_template(name), alike)
         # Where other blocks have depthwise filters there may be a 1 x 1 convolution, which has no pixels.
+        if not fits and not bad and tensors.own(path, "groups") is not None:
+            continue  # another convolution, as its module says
         if not ndim or (not fits and not bad and len(shape) == ndim + 2 and all(n == 1 for n in shape[2:])):
             continue
-        if fits and not bad:
+        if fits and not bad and tensors.own(path, "groups") is None:
             own = {tensors.shape(n)[0] for n in (f"{path}.bias",) if len(tensors.known_shape(n)) == 1 and n in tensors}
             beside = own or widths.get(path.rpartition(".")[0])
             if beside and shape[0] not in beside:

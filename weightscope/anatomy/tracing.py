@@ -40,6 +40,7 @@ _NORMS = _words(
 )
 _SOFTMAX = _words("_softmax softmax _safe_softmax _log_softmax _masked_softmax")
 _SAME = _words("native_dropout dropout masked_fill masked_fill_ bernoulli_ cumsum sort")  # hand on, and are linear
+_BOUNDS = _words("clamp clamp_min clamp_max minimum maximum where nan_to_num hardtanh")
 _LINEAR = _words("add sub mul div neg _to_copy")  # pointwise functions that may be of a linear map
 _REDUCED = _words("mean sum amax amin max min logsumexp norm linalg_vector_norm prod var std var_mean")
 _POOLED = _words(
@@ -420,6 +421,9 @@ class Tracer(TorchDispatchMode):
                 return
             origin = self._acts[best]
             softened, marks, gain = origin.softened, origin.marks, origin.gain
+            if base in _BOUNDS and best.shape == out.shape and torch.equal(best, out):  # bounds that are not reached
+                self._put(out, origin)
+                return
             if base in _SOFTMAX:
                 self._soften(best)
                 softened = True

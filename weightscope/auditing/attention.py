@@ -23,7 +23,7 @@ from weightscope.anatomy import (
     positions,
     self_attention,
 )
-from weightscope.anatomy.attention_part import chosen_heads
+from weightscope.anatomy.attention_part import NO_PRODUCT, chosen_heads
 from weightscope.anatomy.embedding import Offset, TokenGrid
 from weightscope.auditing.report import EXPECTATIONS, UNTOUCHED, Check, error_in
 from weightscope.auditing.runs import Copy, Statistic, default_start
@@ -110,6 +110,8 @@ def mimetic_attention_statistics(source: NamedTensors, **p: Any) -> Iterator[Sta
     for kind in ("qk", "vo") if p["parts"] == "both" else (p["parts"],):
         size = max(given.get(f"alpha_{kind}", 0.0), abs(given[f"beta_{kind}"]))
         for part in chosen:
+            if kind == "vo":
+                part.without(*NO_PRODUCT, caller="audit")
             sizes = Sizes.of(part)
             small = sizes.scaled()
             slack = _HALF + (1 / small.width if small != sizes else 0)

@@ -14,7 +14,7 @@ from weightscope._util.checks import choice
 from weightscope._util.results import row_table
 from weightscope._util.threads import one_thread
 from weightscope.anatomy import named_tensors, self_attention
-from weightscope.anatomy.attention_part import PartName
+from weightscope.anatomy.attention_part import NO_PRODUCT, NOTES, PartName
 from weightscope.anatomy.factored_products import FactoredProduct
 from weightscope.errors import AnatomyError, DataError
 from weightscope.fits.artifact import NetworkFit, Numbers
@@ -136,6 +136,9 @@ def fit_identity_product(
     lost = {unread.layer for unread in found.unread if unread.layer is not None}
     known = sorted(lost | {part.layer for part in found})
     for part in found:
+        if notes := [NOTES[note] for note in NO_PRODUCT if note in part.notes and parts != "qk"]:
+            left_out.append(f"{part.name} {notes[0]}")
+            continue
         # (H, d, r), (kv, d, r), (kv, d, r), (H, r, d)
         q, k, v, o = (_finite(part.parameters[name][0], part.read(name)) for name in get_args(PartName))
         group = part.heads // part.kv_heads

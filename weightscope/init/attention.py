@@ -7,7 +7,7 @@ from torch import Tensor
 
 from weightscope._util.checks import choice, number
 from weightscope.anatomy import AttentionPart, PositionEmbedding, chosen_layers, positions, self_attention
-from weightscope.anatomy.attention_part import chosen_heads
+from weightscope.anatomy.attention_part import NO_PRODUCT, chosen_heads
 from weightscope.errors import UsageError
 from weightscope.init.base import INITIALISERS, Generator, M, frame, normal
 from weightscope.networks.layers import sinusoidal_positions
@@ -145,7 +145,8 @@ def mimetic_attention_(
             value-output product is the sum over the chosen heads.
 
     Rotated, normalised and gated attention, biases of positions and mixed heads are supported; with a nonlinear
-    function before the output projection (LeViT), `W_V W_proj` is no map, and only parts="qk" can be set.
+    function before the output projection (LeViT), or with outputs of another width (MViTv2), `W_V W_proj` is no map of
+    the stream to itself, and only parts="qk" can be set.
 
     Source: thesis Eq. 3.12 to 3.18; attention paper, section 4, Eq. 3 and 4. Two errors in both are corrected, so that
         the products are those of Eq. 3.12 and 3.13: the sign of beta I (Eq. 3.14), and the missing square root of S in
@@ -162,7 +163,6 @@ def mimetic_attention_(
         if parts != "vo":
             write_query_key(part, construction, alpha_qk, beta_qk, generator)
         if parts != "qk":
-            part.without("activated", caller="mimetic_attention_")
             write_value_output(part, construction, alpha_vo, beta_vo, generator)
     return module
 
@@ -197,6 +197,7 @@ def write_query_key(part: AttentionPart, construction: str, alpha: float, beta: 
 
 def write_value_output(part: AttentionPart, construction: str, alpha: float, beta: float, generator: Generator) -> None:
     """Make `sum_h W_V W_proj ~ alpha Z - beta I` in one attention module."""
+    part.without(*NO_PRODUCT, caller="W_V W_O")
     sizes = part.width, part.heads, part.kv_heads, part.value_width
     values, outputs = value_output(*sizes, alpha, beta, generator, construction)
     part.write("v", values)
