@@ -264,7 +264,7 @@ def test_attention_of_timm_that_no_name_tells(name, kinds, notes, unread):
 def test_initialisers_say_what_they_do_not_support():
     timm = shims.timm()
     levit, cait = timm.create_model("levit_128s"), timm.create_model("cait_xxs24_224")
-    with pytest.raises(UsageError, match="a nonlinear function acts before the output projection"):
+    with pytest.raises(UsageError, match="a nonlinear function acts between the values and the output projection"):
         wi.mimetic_attention_(levit)
     wi.mimetic_attention_(levit, parts="qk", alpha_qk=0.0, beta_qk=1.0)
     found = products(levit)

@@ -27,7 +27,7 @@ KINDS = {
 
 NOTES = {
     "heads mixed": "maps of several heads are mixed",
-    "activated": "a nonlinear function acts before the output projection",
+    "activated": "a nonlinear function acts between the values and the output projection",
     "gated": "what attention gives is multiplied by other activations",
     "widened": "the output has another width than the stream that queries read",
 }

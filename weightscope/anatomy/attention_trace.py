@@ -96,7 +96,9 @@ class _Reader:
         out, slots["o"], biases["o"] = self._output(number, apply, order, qs, vs, channels, turned)
         for letter, origin, value, flip in (("q", q, product.values[0], False), ("k", k, product.values[1], True)):
             self._compare(letter, origin, value.mT if flip else value)
-        self._compare("v", values, apply.values[1])
+        activated = bool({"nonlinear", "normalised"} & (values.marks | out.marks - {"normalised"}))
+        if not {"nonlinear", "normalised"} & values.marks:
+            self._compare("v", values, apply.values[1])
         heads, kv_heads = len(qs), self._groups(slots, ks, vs)
         width, kv_width = nodes["q"].weight.columns, nodes["k"].weight.columns  # type: ignore[union-attr]
         streams = {x: self._stream(node) for x, node in nodes.items()}
@@ -156,7 +158,7 @@ class _Reader:
             or bool({"convolved", "pooled", "gated"} & (marks | values.marks))
             or bool({"added", "scaled"} & out.marks)
             or ("positions" in marks and "rotated" not in marks),
-            notes=_notes(mixed, out.marks, out.rows != width),
+            notes=_notes(mixed, activated, out.marks, out.rows != width),
             numbers=tuple(range(heads)),
             _tensors=self.tensors,
             _weights=weights_of,
@@ -315,9 +317,9 @@ class _Reader:
         return Gain(self.names[(int(gain[0]) & ~OFFSET) >> BITS], 1.0 if int(gain[0]) & OFFSET else 0.0)
 
 
-def _notes(mixed: bool, after: frozenset[str], widened: bool) -> frozenset[str]:
+def _notes(mixed: bool, activated: bool, after: frozenset[str], widened: bool) -> frozenset[str]:
     """What else there is in an attention, in the words of `NOTES`; `after` is what is done to its values' sums."""
-    there = {"heads mixed": mixed, "activated": "nonlinear" in after, "gated": "gated" in after, "widened": widened}
+    there = {"heads mixed": mixed, "activated": activated, "gated": "gated" in after, "widened": widened}
     return frozenset(word for word, yes in there.items() if yes)
 
 

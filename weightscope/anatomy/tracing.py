@@ -55,6 +55,13 @@ _RANK = {"apply": 3, "product": 2}
 _MASKED = -1e3  # logits below are those of a mask
 
 
+_MOST = 30_000_000  # entries of one map of attention that is traced, at 8 bytes and more each
+
+
+class TooManyTokensError(Exception):
+    """An input has more tokens than can be traced."""
+
+
 @dataclass(frozen=True)
 class Weight:
     """A matrix of parameters: code of the first entry of each row, and the step from one column to the next."""
@@ -680,6 +687,8 @@ class Tracer(TorchDispatchMode):
 
     def _product(self, x: Tensor, w: Tensor, a: Origin, b: Origin, out: Tensor) -> None:
         a, b = (Origin(o.codes.reshape(t.shape), None, o.marks, o.factor, o.softened) for o, t in ((a, x), (b, w)))
+        if out.numel() > _MOST:
+            raise TooManyTokensError(f"{out.numel():,} products of queries and keys; give fewer tokens")
         kinds = self.source(a.codes), self.source(b.codes)
         if "product" in kinds:
             left = kinds[0] == "product"

@@ -145,7 +145,7 @@ def mimetic_attention_(
             value-output product is the sum over the chosen heads.
 
     Rotated, normalised and gated attention, biases of positions and mixed heads are supported; with a nonlinear
-    function before the output projection (LeViT), or with outputs of another width (MViTv2), `W_V W_proj` is no map of
+    function between values and output (LeViT), or with outputs of another width (MViTv2), `W_V W_proj` is no map of
     the stream to itself, and only parts="qk" can be set.
 
     Source: thesis Eq. 3.12 to 3.18; attention paper, section 4, Eq. 3 and 4. Two errors in both are corrected, so that
