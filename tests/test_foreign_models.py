@@ -1,0 +1,122 @@
+"""What is read of foreign models, judged by their own forward passes; and that the judge finds what is wrong."""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import foreign_models as study
+import forward_truth as truth
+import pytest
+import small_models
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+TIMM = ["test_vit", "test_convnext", "test_efficientnet"]
+TRANSFORMERS = ["bert", "llama", "gpt2"]
+
+HEADS, GROUPS, WIDTH, KEY = 4, 2, 24, 8
+
+
+class Attention(nn.Module):
+    """Attention of grouped heads whose width times their number is not that of the stream, in several ways."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.q, self.o = nn.Linear(WIDTH, HEADS * KEY), nn.Linear(HEADS * KEY, WIDTH)
+        self.k, self.v = (nn.Linear(WIDTH, GROUPS * KEY) for _ in range(2))
+        self.taps = nn.Conv1d(HEADS * KEY, HEADS * KEY, 3, padding=1, groups=HEADS * KEY)
+        self.pool = nn.AvgPool1d(2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        other = self.pool(x.mT).mT if self.kind == "another stream" else x
+        rows = self.q(x)
+        if self.kind == "convolved":
+            rows = self.taps(rows.mT).mT
+        q = rows.unflatten(-1, (HEADS, KEY)).transpose(1, 2)
+        k, v = (each(other).unflatten(-1, (GROUPS, KEY)).transpose(1, 2) for each in (self.k, self.v))
+        if self.kind == "normalised":
+            q, k = F.layer_norm(q, (KEY,)), F.normalize(k, dim=-1)
+        if self.kind == "rotated":
+            q, k = rotated(q), rotated(k)
+        k, v = (each.repeat_interleave(HEADS // GROUPS, 1) for each in (k, v))
+        y = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+        return x + self.o(F.gelu(y) if self.kind == "function before o" else y)
+
+
+def rotated(x: Tensor) -> Tensor:
+    """Pairs of channels (j, j + half) turned by the token's number."""
+    angle = torch.arange(x.shape[-2])[:, None] / 3 ** torch.arange(KEY // 2)
+    a, b = x.chunk(2, -1)
+    return torch.cat([a * angle.cos() - b * angle.sin(), a * angle.sin() + b * angle.cos()], -1)
+
+
+KINDS = ["plain", "rotated", "normalised", "convolved", "function before o"]
+
+
+def by_hand(module: Attention) -> truth.Claim:
+    """The matrices of the heads."""
+    q, k, v = (each.weight.detach().T.unflatten(1, (-1, KEY)).movedim(1, 0) for each in (module.q, module.k, module.v))
+    return truth.Claim("", q, k, v, module.o.weight.detach().T.unflatten(0, (HEADS, KEY)))
+
+
+def halves(x: Tensor) -> Tensor:
+    """Twice as many heads of half the width."""
+    return x.unflatten(-1, (2, -1)).movedim(-2, 1).flatten(0, 1)
+
+
+def rolled(x: Tensor, axis: int) -> Tensor:
+    return x.roll(1, axis)
+
+
+def exchanged(x: Tensor) -> Tensor:
+    """The first column of two heads exchanged."""
+    x = x.clone()
+    x[:2, :, 0] = x[:2, :, 0].flip(0)
+    return x
+
+
+WRONG: dict[str, Callable[[truth.Claim], dict[str, Any]]] = {
+    "queries of the next head": lambda c: {"q": rolled(c.q, 0)},
+    "keys of the other group": lambda c: {"k": rolled(c.k, 0)},
+    "values of the other group": lambda c: {"v": rolled(c.v, 0)},
+    "outputs of the next head": lambda c: {"o": rolled(c.o, 0)},
+    "a column of queries in another head": lambda c: {"q": exchanged(c.q)},
+    "a column of keys in another head": lambda c: {"k": exchanged(c.k)},
+    "a column of values in another head": lambda c: {"v": exchanged(c.v)},
+    "a row of outputs in another head": lambda c: {"o": exchanged(c.o.mT).mT},
+    "queries and keys exchanged": lambda c: {"q": c.k, "k": c.q[::2], "v": c.v, "o": c.o[::2]},
+    "keys and values exchanged": lambda c: {"k": c.v, "v": c.k},
+    "queries in place of values": lambda c: {"v": c.q},
+    "heads of half the width": lambda c: {"q": halves(c.q), "k": halves(c.k), "v": halves(c.v), "o": halves(c.o.mT).mT},
+    "heads by stride": lambda c: {"q": c.q.movedim(0, -1).flatten(1).unflatten(1, (HEADS, KEY)).movedim(1, 0)},
+    "columns of queries in another order": lambda c: {"q": c.q.roll(1, 2)},
+    "columns of keys in another order": lambda c: {"k": c.k.roll(1, 2)},
+    "columns of values in another order": lambda c: {"v": c.v.roll(1, 2)},
+    "rows of outputs in another order": lambda c: {"o": c.o.roll(1, 1)},
+    "weights that the pass does not have": lambda c: {"q": c.q.flip(1)},
+}
+
+
+def judged(module: nn.Module, claim: truth.Claim, **changes: Any) -> truth.Verdict:
+    torch.manual_seed(3)
+    true = study.Truth(module.eval(), torch.randn(1, 10, WIDTH))
+    return truth.attention_verdict(true.seen, truth.Claim(**{**vars(claim), **changes}), true.again)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_judge_accepts_what_is_right_and_finds_every_mistake(kind: str) -> None:
+    torch.manual_seed(0)
+    module = Attention(kind).double()
+    claim = by_hand(module)
+    assert judged(module, claim).why == ""
+    missed = [name for name, change in WRONG.items() if judged(module, claim, **change(claim)).right]
+    assert missed == []
+
+
+def test_keys_of_another_stream_are_no_self_attention() -> None:
+    torch.manual_seed(0)
+    module = Attention("another stream").double()
+    assert judged(module, by_hand(module)).why == truth.FINAL
+    assert judged(module, by_hand(module), kind="cross").right
