@@ -1,272 +1,131 @@
-"""What weightscope reads of every family of timm and of model types of transformers, judged by their forward passes.
+"""Which initialisers set models of timm and transformers right, and which they refuse.
 
-    python benchmarks/foreign_models.py --json benchmarks/results/foreign_models.json --markdown benchmarks/foreign_models.md
+    python benchmarks/foreign_models.py --markdown benchmarks/results/foreign-models.md
 
-One smallest variant of each module of timm, and each model type of transformers that can be built small, with random
-weights. `tests/forward_truth.py`, which uses nothing of weightscope, sees the linear maps and the products of one forward
-pass: what was read is **right** if the numbers that its matrices make are those that meet there, head by head. **wrong**
-is anything else that was read; **incomplete** if attention was computed that is neither read nor named as unread;
-**refused** with the reason that weightscope gives; **absent** if there is nothing of the kind. Symmetries are right if
-renumbered networks compute the same. At most six parts of each kind are judged in one model.
+Every model has random weights. "right": the initialiser ran, and an audit finds its structure (or cannot decide);
+"refused": it stopped with one line and changed nothing; "-": the model has no such part. Anything else is "WRONG".
 """
 
-import argparse
 import copy
-import json
-import os
-import resource
-import signal
 import sys
-import time
-import traceback
-import warnings
-from collections import Counter
-from collections.abc import Callable, Sequence
-from importlib.metadata import version
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-import numpy as np
+import model_table
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
+
+import weightscope.init as wi
+from weightscope.auditing import audit
+from weightscope.errors import AnatomyError, WeightscopeError
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-import small_models
-import forward_truth as truth
+import shims
 
-from weightscope import anatomy
-from weightscope.anatomy.permutation_groups import apply_permutation, permutation_spec
-from weightscope.errors import WeightscopeError
-
-KINDS = ("attention", "MLPs", "filters", "symmetries")
-SECONDS, GIGABYTES = 40, 6  # of processor time for each kind, of address space
-MOST = 3  # parts of a kind that are judged in one model
-
-Cell = dict[str, Any]
-
-
-class Truth:
-    """One forward pass of a model in float64, and others with changes."""
-
-    def __init__(self, model: nn.Module, inputs: Any) -> None:
-        self.model = copy.deepcopy(model).double()
-        self.inputs = tree_map(
-            lambda t: t.double() if isinstance(t, torch.Tensor) and t.is_floating_point() else t, inputs
-        )
-        self.seen = self.again({}, None)
-
-    def again(self, nudges: dict[int, torch.Tensor], until: int | None) -> truth.Watch:
-        return truth.watch(self.model, self.inputs, nudges, until)
-
-
-def some(parts: Sequence[Any]) -> list[Any]:
-    """At most `MOST` of them, evenly spaced."""
-    return list(parts)[:: max(1, -(-len(parts) // MOST))]
-
-
-def read(finder: Callable[..., Any], model: nn.Module) -> tuple[list[Any], list[str]]:
-    """The parts that were read, and why others were not."""
-    try:
-        parts = finder(model, strict=None)
-    except WeightscopeError as error:
-        return [], [str(error)]
-    return list(parts), [str(each) for each in parts.unread]
-
-
-def cell(parts: Sequence[Any], verdicts: Sequence[truth.Verdict], unread: list[str], there: int, covered: int) -> Cell:
-    """What one kind of parts of a model comes to; `there` of them are computed."""
-    out: Cell = {"read": len(parts), "judged": len(verdicts), "there": there}
-    if parts and not verdicts:
-        return out | {"verdict": "not judged", "why": "the forward pass does not use what was read"}
-    wrong = [v.why for v in verdicts if not v.right]
-    how = Counter(text for v in verdicts for text in {f"{k} {w}" for k, w in v.how.items() if w != "exact"})
-    out |= {"how": dict(how)} if how else {}
-    if wrong:
-        return out | {"verdict": "wrong", "why": Counter(wrong).most_common(1)[0][0]}
-    if not there and not parts:
-        return out | {"verdict": "absent"}
-    if parts and not unread:
-        return out | (
-            {"verdict": "right"} if covered >= there else {"verdict": "incomplete", "why": f"{covered} of {there}"}
-        )
-    return out | {"verdict": "refused", "why": unread[0] if unread else "no reason given"}
-
-
-def attention(model: nn.Module, true: Truth) -> Cell:
-    parts, unread = read(anatomy.attention, model)
-    parts = [p for p in parts if not truth.idle(true.seen, true.model, p.read("q").mT.flatten(0, 1))]
-    verdicts = []
-    for part in some(parts):
-        q, k, v, o = (part.read(x).double() for x in "qkvo")
-        verdicts.append(truth.attention_verdict(true.seen, truth.Claim(part.name, q, k, v, o, part.kind), true.again))
-    events = truth.attentions(true.seen)
-    covered = {e for v in verdicts for e in v.events}
-    # Of parts that were not judged, each is believed to be one more.
-    return cell(parts, verdicts, unread, len(events), len(covered & events) + len(parts) - len(verdicts))
-
-
-def mlps(model: nn.Module, true: Truth) -> Cell:
-    parts, unread = read(anatomy.mlps, model)
-    parts = [p for p in parts if not truth.idle(true.seen, true.model, p.read("fc1"))]
-    verdicts = []
-    for part in some(parts):
-        gate = part.read("gate") if part.kind == "gated" else None
-        verdicts.append(truth.mlp_verdict(true.seen, part.read("fc1"), part.read("fc2"), gate, true.again))
-    unread = [] if not parts and unread and "look like them" not in unread[0] else unread
-    return cell(parts, verdicts, unread, len(parts) + len(unread), len(parts))
+INITS = ("mimetic_attention", "zero_init", "mimetic_mlp", "t_fixup", "random_filters", "sinusoidal_positions")
+TIMM = [
+    "vit_tiny_patch16_224",
+    "deit3_small_patch16_224",
+    "beit_base_patch16_224",
+    "eva02_tiny_patch14_224",
+    "vit_relpos_small_patch16_224",
+    "vit_small_patch16_dinov3",
+    "swin_tiny_patch4_window7_224",
+    "swinv2_cr_tiny_224",
+    "pvt_v2_b0",
+    "twins_svt_small",
+    "crossvit_tiny_240",
+    "visformer_tiny",
+    "volo_d1_224",
+    "pit_ti_224",
+    "mobilevit_xxs",
+    "fastvit_sa12",
+    "caformer_s18",
+    "vitamin_small_224",
+    "cait_xxs24_224",
+    "maxvit_rmlp_pico_rw_256",
+    "efficientformer_l1",
+    "hiera_tiny_224",
+    "coatnet_nano_rw_224",
+    "levit_128s",
+    "nest_tiny",
+    "davit_tiny",
+    "mvitv2_tiny",
+    "tiny_vit_5m_224",
+    "xcit_nano_12_p16_224",
+    "convit_tiny",
+    "mixer_s16_224",
+]
+HF = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 3, "intermediate_size": 96}
+TEXT = HF | {"vocab_size": 50, "max_position_embeddings": 20, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+IMAGE = HF | {"image_size": 32, "patch_size": 8}
+LLAMA = TEXT | {"num_attention_heads": 4, "num_key_value_heads": 2}
+TRANSFORMERS = {
+    "Bert": TEXT,
+    "Electra": TEXT | {"embedding_size": 48},
+    "Albert": TEXT | {"embedding_size": 48},
+    "DebertaV2": TEXT,
+    "GPT2": {"vocab_size": 50, "n_positions": 20, "n_embd": 48, "n_layer": 2, "n_head": 3},
+    "GPTNeoX": TEXT,
+    "OPT": TEXT | {"ffn_dim": 96, "word_embed_proj_dim": 48},
+    "Bloom": {"vocab_size": 50, "hidden_size": 48, "n_layer": 2, "n_head": 3},
+    "Falcon": TEXT,
+    "Llama": LLAMA,
+    "Qwen3": LLAMA | {"head_dim": 12},
+    "Gemma2": LLAMA | {"head_dim": 12},
+    "Phi3": LLAMA,
+    "T5": {"vocab_size": 50, "d_model": 48, "d_kv": 16, "d_ff": 96, "num_layers": 2, "num_heads": 3},
+    "ViT": IMAGE,
+    "Dinov2": {
+        "hidden_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 3,
+        "mlp_ratio": 2,
+        "image_size": 32,
+        "patch_size": 8,
+    },
+    "Swin": {
+        "image_size": 32,
+        "patch_size": 4,
+        "embed_dim": 24,
+        "depths": [2, 2],
+        "num_heads": [2, 4],
+        "window_size": 4,
+    },
+    "Segformer": {"depths": [1] * 4, "hidden_sizes": [16, 32, 40, 64], "num_attention_heads": [1, 2, 5, 8]},
+}
 
 
-def filters(model: nn.Module, true: Truth) -> Cell:
-    parts, unread = read(anatomy.depthwise, model)
-    verdicts = [truth.filters_verdict(true.seen, part.read()) for part in some(parts)]
-    pointers = {f.data_ptr() for f in true.seen.filters if f[0, 0].numel() > 1}
-    return cell(parts, verdicts, unread, len(pointers), len(parts))
-
-
-def symmetries(model: nn.Module, true: Truth) -> Cell:
-    def outputs(network: nn.Module) -> list[torch.Tensor]:
-        torch.manual_seed(0)
-        with torch.no_grad():
-            made = network(**true.inputs) if isinstance(true.inputs, dict) else network(true.inputs)
-        return [t for t in tree_leaves(tree_flatten(made)[0]) if isinstance(t, torch.Tensor) and t.is_floating_point()]
-
-    try:
-        spec = permutation_spec(true.model, true.inputs)
-    except WeightscopeError as error:
-        return {"verdict": "refused", "why": str(error)}
-    groups = sum(n > 1 for n in spec.sizes.values())
-    if not groups:
-        return {"verdict": "absent", "read": 0}
-    moved = apply_permutation(copy.deepcopy(true.model), spec, rng=np.random.default_rng(0))
-    changes = [
-        (a - b).norm() / a.norm().clamp_min(1e-30) for a, b in zip(outputs(true.model), outputs(moved), strict=True)
-    ]
-    far = float(max(changes, default=torch.zeros(())))
-    good = far < 1e-4  # models compute norms and softmax in float32
-    return {
-        "verdict": "right" if good else "wrong",
-        "read": groups,
-        "why": "" if good else f"outputs change by {far:.1g}",
-    }
-
-
-JUDGES = dict(zip(KINDS, (attention, mlps, filters, symmetries), strict=True))
-
-
-def row(make: Callable[[], tuple[nn.Module, Any]], kinds: Sequence[str]) -> Cell:
-    """Verdicts on one model."""
-    try:
-        model, inputs = make()
-    except Exception as error:
-        return {"not built": str(error)[:300] or type(error).__name__}
-    true = Truth(model, inputs)
-    if any(step is not None and not step.y.isfinite().all() for step in true.seen.steps):
-        return {"not judged": "some numbers of the forward pass are not finite"}
-    out: Cell = {"attention in the pass": bool(truth.attentions(true.seen))}
-    signal.signal(signal.SIGPROF, _stop)
-    for kind, judge in ((kind, JUDGES[kind]) for kind in kinds):
-        signal.setitimer(signal.ITIMER_PROF, SECONDS)
-        try:
-            out[kind] = judge(model, true)
-        except TimeoutError:
-            out[kind] = {"verdict": "not judged", "why": f"more than {SECONDS} s of processor time"}
-        except Exception as error:
-            out[kind] = {
-                "verdict": "traceback",
-                "why": f"{type(error).__name__}: {str(error)[:200]}",
-                "where": traceback.format_exc()[-600:],
-            }
+def models() -> dict[str, Callable[[], nn.Module]]:
+    """Name -> how to make a model."""
+    timm, transformers = shims.timm(), shims.transformers()
+    out: dict[str, Callable[[], nn.Module]] = {name: lambda n=name: timm.create_model(n) for name in TIMM}
+    for name, options in TRANSFORMERS.items():
+        kind, config = (getattr(transformers, f"{name}{end}") for end in ("Model", "Config"))
+        out[f"transformers {name}"] = lambda k=kind, c=config, o=options: k(c(**o))
     return out
 
 
-def _stop(*given: Any) -> None:
-    raise TimeoutError
+def outcome(model: nn.Module, name: str) -> str:
+    """What an initialiser does to a copy of a model."""
+    changed = copy.deepcopy(model)
+    try:
+        wi.get(name)(changed, generator=torch.Generator().manual_seed(0))
+    except WeightscopeError as error:
+        same = all(
+            torch.equal(a, b) for a, b in zip(changed.state_dict().values(), model.state_dict().values(), strict=True)
+        )
+        absent = isinstance(error, AnatomyError) and "look like them" not in str(error)
+        return "-" if absent else "refused" if same else f"WRONG: changed, then {error}"
+    report = audit(changed, name)
+    return "WRONG: the audit fails" if report.failures else "right"
 
 
-def alone(make: Callable[[], tuple[nn.Module, Any]], kinds: Sequence[str]) -> Cell:
-    """`row` in a process of its own, with limits."""
-    reading, writing = os.pipe()
-    began, child = time.monotonic(), os.fork()
-    if not child:
-        resource.setrlimit(resource.RLIMIT_AS, (GIGABYTES << 30, GIGABYTES << 30))
-        signal.setitimer(signal.ITIMER_PROF, SECONDS)  # to build it
-        os.close(reading)
-        with os.fdopen(writing, "w") as pipe:
-            json.dump(row(make, kinds), pipe)
-        os._exit(0)
-    os.close(writing)
-    with os.fdopen(reading) as pipe:
-        text = pipe.read()
-    _, status = os.waitpid(child, 0)
-    limit = f"{SECONDS} s of processor time" if os.WTERMSIG(status) == signal.SIGPROF else f"status {status}"
-    found = json.loads(text) if text else {"not judged": f"ended by {limit}"}
-    return found | {"seconds": round(time.monotonic() - began, 1)}
-
-
-def page(rows: dict[str, Cell]) -> str:
-    """Summary, then a row for each model."""
-    paragraphs = (__doc__ or "").split("\n\n")
-    made = f"timm {version('timm')}, transformers {version('transformers')}, torch {version('torch')}"
-    lines = [
-        "# Foreign models",
-        paragraphs[0],
-        paragraphs[2].strip(),
-        f"Made by `benchmarks/foreign_models.py` with {made}.",
-        "",
-    ]
-    names = ("right", "wrong", "incomplete", "refused", "absent", "traceback", "not judged")
-    lines += [f"| | models | {' | '.join(names)} |", f"|{'---|' * (2 + len(names))}"]
-    for library in ("timm", "transformers"):
-        mine = {n: r for n, r in rows.items() if r["library"] == library}
-        judged = {n: r for n, r in mine.items() if "attention" in r}
-        for kind in KINDS:
-            counts = Counter(r[kind]["verdict"] for r in judged.values() if kind in r)
-            lines.append(f"| {library}: {kind} | {counts.total()} | {' | '.join(str(counts[n]) for n in names)} |")
-    lines.append("")
-    for library in ("timm", "transformers"):
-        with_it = [r for r in rows.values() if r["library"] == library and r.get("attention in the pass")]
-        lost = sum(r["attention"]["verdict"] in ("refused", "incomplete") for r in with_it)
-        left = sum(r["library"] == library and "attention" not in r for r in rows.values())
-        share = f"{lost} of {len(with_it)} that have attention are refused or incomplete ({lost / max(1, len(with_it)):.0%})"
-        lines.append(f"- {library}: {share}; {left} models were not built or not judged.")
-    lines += ["", f"| model | {' | '.join(KINDS)} | reasons |", f"|{'---|' * (2 + len(KINDS))}"]
-    for name, one in sorted(rows.items(), key=lambda item: (item[1]["library"], item[0])):
-        cells = [f"{one[k]['verdict']} {one[k].get('read') or ''}".strip() if k in one else "" for k in KINDS]
-        reasons = [f"{k}: {one[k]['why']}" for k in KINDS if one.get(k, {}).get("why")]
-        reasons += [f"{k}: {one[k]}" for k in ("not built", "not judged") if k in one]
-        text = "; ".join(r[:160] for r in reasons).replace("|", "\\|").replace("\n", " ")
-        variant = f" ({one['variant']})" if one["library"] == "timm" else ""
-        lines.append(f"| {name}{variant} | {' | '.join(cells)} | {text} |")
-    return "\n".join(lines) + "\n"
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", type=Path, required=True)
-    parser.add_argument("--markdown", type=Path)
-    parser.add_argument("--only", default="", help="part of the names")
-    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
-    parser.add_argument("--again", action="store_true", help="also what the JSON file holds")
-    arguments = parser.parse_args()
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    rows: dict[str, Cell] = json.loads(arguments.json.read_text()) if arguments.json.exists() else {}
-    cases: dict[str, tuple[str, str, Callable[[str], Any]]] = {}
-    cases |= {f"timm {m}": ("timm", v, small_models.timm_model) for m, v in small_models.timm_families().items()}
-    cases |= {t: ("transformers", t, small_models.transformers_model) for t in small_models.transformers_types()}
-    small_models.transformers_model("bert")  # is imported before the processes part
-    for name, (library, variant, make) in cases.items():
-        known = {} if arguments.again else rows.get(name, {})
-        left = [] if known.keys() & {"not built", "not judged"} else [k for k in arguments.kinds if k not in known]
-        if arguments.only in name and left:
-            found = alone(lambda m=make, v=variant: m(v), left)
-            rows[name] = {"library": library, "variant": variant, **rows.get(name, {}), **found}
-            print(name, *(f"{k}: {rows[name][k]['verdict']}" for k in KINDS if k in rows[name]), flush=True)
-            arguments.json.write_text(json.dumps(rows, indent=1) + "\n")
-    if arguments.markdown:
-        arguments.markdown.write_text(page(rows))
+def row(make: Callable[[], nn.Module]) -> list[str]:
+    """What each initialiser does to one model."""
+    model = make()
+    return [outcome(model, init) for init in INITS]
 
 
 if __name__ == "__main__":
-    main()
+    model_table.write(__doc__, "Foreign models", "foreign_models", INITS, models, row)

@@ -203,7 +203,7 @@ class Watch(TorchDispatchMode):
             for tag in self.labels(probabilities):
                 if tag >= 0:
                     continue
-                parents, given, result, dim = self.softmaxes[-tag - 1]
+                parents, given, _result, dim = self.softmaxes[-tag - 1]
                 rows = given.numel() // given.shape[dim]
                 for parent in parents:
                     one = self.products.get(parent)
@@ -360,7 +360,7 @@ def rotations(k: int) -> Iterator[tuple[str, Callable[[Tensor], Tensor]]]:
     for low, high in spans:
         r = high - low
         for blocks in (1, 2, 3, 4):
-            if r % (2 * blocks) or (low, high) != (0, k) and blocks > 2:
+            if r % (2 * blocks) or ((low, high) != (0, k) and blocks > 2):
                 continue
             each = r // blocks
             for style in ("halves", "neighbours"):
@@ -401,7 +401,7 @@ def match(operand: Tensor, table: Tensor, rule: Rule) -> tuple[Tensor, Tensor, T
 
 
 def facing(seen: Watch, event: Event, y: Tensor) -> Iterator[tuple[int, Tensor, bool]]:
-    """Operands that may be ours, (heads, T, k), as (B, rows, width): side, rows, whether they are channels over tokens."""
+    """Operands that may be ours, (heads, T, k), as (B, rows, width): side, rows, whether channels are over tokens."""
     product = seen.products[event.product]
     for side, operand in enumerate((product.left, product.right.mT)):
         if operand.shape[-1] == y.shape[-1]:
@@ -413,7 +413,7 @@ def facing(seen: Watch, event: Event, y: Tensor) -> Iterator[tuple[int, Tensor, 
 
 
 def values_of(seen: Watch, event: Event, width: int) -> Iterator[tuple[Tensor, Tensor, int]]:
-    """Values (B, tokens, width) and outputs (B, tokens, width) of an event, and the axis of the channels in its output."""
+    """Values and outputs of an event, (B, tokens, width), and the axis of the channels in its output."""
     apply = seen.products[event.apply]
     v, y, axis = (apply.left.mT, apply.out.mT, -2) if event.swapped else (apply.right, apply.out, -1)
     if v.shape[-1] == width:
@@ -470,7 +470,8 @@ def attention_verdict(seen: Watch, claim: Claim, again: Callable[[dict[int, Tens
                         continue
                     label = torch.where(factor.isnan(), -1, index // table.shape[1]).view(left.shape[:2])
                     if set(label.unique().tolist()) - {-1} != set(range(heads)):
-                        why = f"the product has the queries of heads {sorted(set(label.unique().tolist()) - {-1})} of {heads}"
+                        there = sorted(set(label.unique().tolist()) - {-1})
+                        why = f"the product has the queries of heads {there} of {heads}"
                         continue
                     how = {"q": rule[0] + ("" if constant(factor) else ", normalised")}
                     reason = _rest(seen, event, side, over, claim, label, rows, o, nq, how, rule, rules, again)
@@ -487,7 +488,7 @@ def _rest(seen, event, side, over, claim, label, rows, o, nq, how, rule, rules, 
     each = heads // groups
     head_sets = [sorted(set(row.tolist()) - {-1}) for row in label]
     why = "the numbers of k are not the other operand"
-    for nk, k in enumerate(rows["k"]):
+    for _nk, k in enumerate(rows["k"]):
         yk = gather(seen, k, "y", groups)
         keys = next((operand for s, operand, _ in facing(seen, event, yk) if s == side ^ 1), None)
         yk = yk.mT if over else yk
@@ -565,7 +566,7 @@ def _values(seen, event, claim, head_sets, v, o, how, again) -> str:
 
 
 def _reaches(seen, event, axis, claim, head_sets, place, again) -> bool:
-    """Whether a change of some channels of some heads, after the values, changes the claimed inputs of o and no others."""
+    """Whether a change of channels of some heads, after the values, changes the claimed inputs of o and no others."""
     [(number, index)] = place
     heads, width = claim.o.shape[:2]
     if any(len(each) != 1 for each in head_sets):

@@ -2,16 +2,19 @@
 
 import inspect
 import re
-from collections.abc import Callable
 from typing import Any
 
 import shims
 import torch
 from torch import nn
 
-SIZES = (
-    "test atto femto zepto pico nano xxxs xxs xxt xt xtiny xs ti t tiny mini xsmall s small m b base l large".split()
-)
+
+def words(text: str) -> list[str]:
+    """The names in a text."""
+    return text.split()
+
+
+SIZES = words("test atto femto zepto pico nano xxxs xxs xxt xt xtiny xs ti t tiny mini xsmall s small m b base l large")
 
 
 # Of these the smallest that is found by name is not the smallest, or needs what is not installed.
@@ -80,25 +83,31 @@ def scrambled(model: nn.Module) -> nn.Module:
 
 SHRUNK: dict[str, Any] = (
     dict.fromkeys(
-        "num_hidden_layers num_layers n_layer n_layers encoder_layers decoder_layers num_decoder_layers depth "
-        "num_encoder_layers decoder_num_hidden_layers encoder_num_hidden_layers num_blocks num_attention_layers "
-        "num_local_layers num_global_layers vision_layers".split(),
+        words(
+            "num_hidden_layers num_layers n_layer n_layers encoder_layers decoder_layers num_decoder_layers depth "
+            "num_encoder_layers decoder_num_hidden_layers encoder_num_hidden_layers num_blocks num_attention_layers "
+            "num_local_layers num_global_layers vision_layers"
+        ),
         2,
     )
-    | dict.fromkeys("hidden_size d_model n_embd decoder_hidden_size encoder_hidden_dim".split(), 48)
+    | dict.fromkeys(words("hidden_size d_model n_embd decoder_hidden_size encoder_hidden_dim"), 48)
     | dict.fromkeys(
-        "num_attention_heads num_heads n_head n_heads encoder_attention_heads decoder_attention_heads "
-        "decoder_num_attention_heads encoder_num_attention_heads".split(),
+        words(
+            "num_attention_heads num_heads n_head n_heads encoder_attention_heads decoder_attention_heads "
+            "decoder_num_attention_heads encoder_num_attention_heads"
+        ),
         4,
     )
     | dict.fromkeys(
-        "intermediate_size encoder_ffn_dim decoder_ffn_dim ffn_dim d_ff d_inner n_inner mlp_dim dim_feedforward "
-        "decoder_intermediate_size encoder_intermediate_size shared_expert_intermediate_size".split(),
+        words(
+            "intermediate_size encoder_ffn_dim decoder_ffn_dim ffn_dim d_ff d_inner n_inner mlp_dim dim_feedforward "
+            "decoder_intermediate_size encoder_intermediate_size shared_expert_intermediate_size"
+        ),
         80,
     )
-    | dict.fromkeys("num_experts num_local_experts n_routed_experts moe_num_experts".split(), 4)
-    | dict.fromkeys("num_experts_per_tok moe_top_k moe_topk".split(), 2)
-    | dict.fromkeys("n_group topk_group first_k_dense_replace".split(), 1)
+    | dict.fromkeys(words("num_experts num_local_experts n_routed_experts moe_num_experts"), 4)
+    | dict.fromkeys(words("num_experts_per_tok moe_top_k moe_topk"), 2)
+    | dict.fromkeys(words("n_group topk_group first_k_dense_replace"), 1)
     | {
         "num_key_value_heads": 2,
         "head_dim": 16,
@@ -193,7 +202,7 @@ def transformers_model(kind: str) -> tuple[nn.Module, dict[str, Any]]:
             inputs = inputs_of(model)
             with torch.no_grad():
                 model(**inputs)
-        except Exception as error:  # the next level
+        except Exception as error:  # noqa: BLE001 - the next level
             errors.append(f"{type(error).__name__}: {str(error).splitlines()[0][:120] if str(error) else ''}")
         else:
             return model, inputs
@@ -202,7 +211,8 @@ def transformers_model(kind: str) -> tuple[nn.Module, dict[str, Any]]:
 
 def inputs_of(model: nn.Module) -> dict[str, Any]:
     """Made-up inputs by the names of what the model's forward pass takes."""
-    config, torch_seed = model.config, torch.manual_seed(2)
+    torch.manual_seed(2)
+    config = model.config
     names = [n for n, p in inspect.signature(model.forward).parameters.items() if p.kind is not p.VAR_KEYWORD]
 
     def setting(*keys: str, default: int) -> int:

@@ -1,19 +1,24 @@
 """What is read of foreign models, judged by their own forward passes; and that the judge finds what is wrong."""
 
-import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import foreign_models as study
 import forward_truth as truth
 import pytest
 import small_models
 import torch
 import torch.nn.functional as F
+import what_is_read as study
 from torch import Tensor, nn
 
-TIMM = ["test_vit", "test_convnext", "test_efficientnet"]
-TRANSFORMERS = ["bert", "llama", "gpt2"]
+TIMM = small_models.words(
+    "test_vit test_convnext test_efficientnet vit_tiny_patch16_224 cait_xxs24_224 coatnet_nano_rw_224 tiny_vit_5m_224 "
+    "levit_128s efficientformer_l1 pvt_v2_b0 swinv2_cr_tiny_224 davit_tiny"
+)
+TRANSFORMERS = small_models.words(
+    "bart bert blenderbot bloom clip cohere convnext deberta-v2 distilbert electra esm falcon gemma3_text glm4 gpt2 "
+    "gpt_bigcode gpt_neox llama mistral mpnet mpt olmo2 opt persimmon phi3 pvt qwen3 roberta segformer t5 vit whisper"
+)
 
 HEADS, GROUPS, WIDTH, KEY = 4, 2, 24, 8
 
@@ -120,3 +125,24 @@ def test_keys_of_another_stream_are_no_self_attention() -> None:
     module = Attention("another stream").double()
     assert judged(module, by_hand(module)).why == truth.FINAL
     assert judged(module, by_hand(module), kind="cross").right
+
+
+def check(model: nn.Module, inputs: Any, kinds: Sequence[str]) -> None:
+    found = study.row(lambda: (model, inputs), kinds)
+    verdicts = {kind: found[kind] for kind in kinds}
+    assert all(one["verdict"] in ("right", "absent") for one in verdicts.values()), verdicts
+    assert any(one["verdict"] == "right" for one in verdicts.values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TIMM)
+def test_models_of_timm_are_read_as_they_compute(name: str) -> None:
+    kinds = ("attention", "filters") if "convnext" in name or "efficientnet" in name else ("attention",)
+    check(*small_models.timm_model(name), kinds)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TRANSFORMERS)
+def test_models_of_transformers_are_read_as_they_compute(name: str) -> None:
+    kinds = ("MLPs", "filters") if name == "convnext" else ("attention", "MLPs")
+    check(*small_models.transformers_model(name), kinds)
