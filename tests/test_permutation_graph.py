@@ -122,7 +122,7 @@ def random_network(seed: int) -> nn.Module:
     """Convolutions, then tokens, then a linear head; of layers drawn at random."""
     r = random.Random(seed)
     channels, layers = 3, []
-    for _ in range(r.randint(1, 4)):
+    for _ in range(r.randint(2, 4)):
         new = r.choice([4, 8, 12])
         groups = r.choice([1, 1, 2, 4])
         kind = r.choice(["conv", "conv", "depthwise", "joined", "joined", "chunk", "transposed", "weight norm"])
@@ -194,7 +194,7 @@ def test_no_wrong_group_among_networks_composed_at_random(start: int) -> None:
     assert [(seed, right) for seed, _, right, _ in found if not right < 1e-9] == []
     noticed = sum(wrong > 1e-6 for *_, wrong in found)
     assert noticed > 0.85 * len(found)  # some axes matter little, such as the bias of keys
-    assert sum(len(spec.sizes) > 1 for _, spec, *_ in found) >= 0.6 * len(found)
+    assert sum(len(spec.sizes) > 1 for _, spec, *_ in found) > 0.6 * len(found)
 
 
 def _image(size: int = 32) -> Tensor:
