@@ -1,5 +1,6 @@
 """The parts of a module as its forward pass shows them; those of containers, which have none, by their names."""
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -48,10 +49,19 @@ def _read(tensors: ModuleTensors) -> Reading:
     for path, tracer in traces(tensors.module):
         prefix = f"{path}." if path else ""
         used |= {prefix + tracer.names[n] for node in tracer.nodes if node is not None for n in node.parameters}
+        masked = _takes_a_mask(tensors.module.get_submodule(path))
         for kind, find in _KINDS.items():
             for place in find(tensors, tracer, prefix):
+                if masked and isinstance(place.part, AttentionPart) and place.part.causal is False:
+                    place = replace(place, part=replace(place.part, causal=None))
                 found[kind].setdefault(_identity(place), place)
     return {kind: [_with(place, None) for place in places.values()] for kind, places in found.items()}, used
+
+
+def _takes_a_mask(module: nn.Module) -> bool:
+    """Whether the caller of a layer decides which tokens are masked; whole models of transformers decide themselves."""
+    named = inspect.signature(module.forward).parameters
+    return not hasattr(module, "main_input_name") and any("mask" in name or name == "is_causal" for name in named)
 
 
 def _identity(place: Place) -> Any:

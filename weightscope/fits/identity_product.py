@@ -145,7 +145,7 @@ def fit_identity_product(
         values = v.permute(1, 0, 2).reshape(v.shape[1], -1)
         outputs = o.reshape(part.kv_heads, group, *o.shape[1:]).sum(1).reshape(-1, o.shape[2]).T
         if fold_scales and (scale := part.layer_scale_factors()) is not None:
-            outputs = outputs * _finite(f"LayerScale of {part.name}", scale)[:, None]
+            outputs = outputs * _finite(getattr(part.layer_scale, "name", part.name), scale)[:, None]
         heads = range(part.heads)
         qk = [_fitted(q[h], k[part.kv_head(h)], group, f"`{part.name}` head {h}") for h in heads]
         vo = [_fitted(values, outputs, 1, f"`{part.name}` values and outputs")]
