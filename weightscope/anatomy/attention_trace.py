@@ -42,7 +42,7 @@ class _Reader:
     def place(self, number: int, apply: Node) -> Place | None:
         """The attention of one application; None if there is no softmax of a product."""
         product = self._product(apply)
-        if product is None or not product.softmax:
+        if product is None or not product.softmax or product.out.shape[-2:] == (1, 1):  # one token that sees itself
             return None
         found: list[str] = []
         try:
@@ -105,7 +105,8 @@ class _Reader:
         marks = q.marks | k.marks
         logits = product.logits
         assert logits is not None
-        kind: Any = "self" if streams["q"] == streams["k"] else "cross"
+        spread = {x: node.marks & {"convolved", "pooled"} for x, node in nodes.items()}  # over other tokens
+        kind: Any = "self" if streams["q"] == streams["k"] and spread["q"] == spread["k"] else "cross"
         learned = nodes["q"].inputs is None or bool((nodes["q"].inputs < 0).all())
         if channels:
             kind = "channels"
