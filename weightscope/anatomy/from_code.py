@@ -22,6 +22,7 @@ from weightscope.anatomy.embedding import shared_path
 from weightscope.anatomy.tensors import ModuleTensors, NamedTensors, Parts, Place, in_layers
 from weightscope.errors import AnatomyError, UsageError
 
+_LARGEST = 1_500_000_000  # parameters of a network that is built, 6 GB
 # What the layout of attention does not depend on.
 _FEW = {
     **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_decoder_layers"), 2),
@@ -154,10 +155,15 @@ def _of_transformers(config: Mapping[str, Any]) -> nn.Module | None:
         return None
     if config["model_type"] not in CONFIG_MAPPING:
         return None
-    for given in (_small(config), dict(config)):
+    kind = CONFIG_MAPPING[config["model_type"]]
+    for few in (True, False):
         try:
-            made = CONFIG_MAPPING[config["model_type"]].from_dict(given)
-            return AutoModel.from_config(made, dtype=torch.float32).eval()
+            made = kind.from_dict(dict(config))
+            made = kind.from_dict(_small(made.to_dict())) if few else made
+            with torch.device("meta"):
+                size = sum(p.numel() for p in AutoModel.from_config(made).parameters())
+            if size < _LARGEST:
+                return AutoModel.from_config(made, dtype=torch.float32).eval()
         except Exception:  # noqa: BLE001 - a foreign class refuses the smaller sizes
             continue
     return None
