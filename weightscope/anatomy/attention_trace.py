@@ -105,8 +105,9 @@ class _Reader:
         marks = q.marks | k.marks
         logits = product.logits
         assert logits is not None
-        spread = {x: node.marks & {"convolved", "pooled"} for x, node in nodes.items()}  # over other tokens
-        kind: Any = "self" if streams["q"] == streams["k"] and spread["q"] == spread["k"] else "cross"
+        reads = [nodes[x].values[0].data_ptr() for x in "qk"]
+        filtered = bool((nodes["q"].marks | nodes["k"].marks) & {"convolved", "pooled"})  # each in its own way
+        kind: Any = "self" if streams["q"] == streams["k"] and (not filtered or reads[0] == reads[1]) else "cross"
         learned = nodes["q"].inputs is None or bool((nodes["q"].inputs < 0).all())
         if channels:
             kind = "channels"

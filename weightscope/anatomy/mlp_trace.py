@@ -45,7 +45,7 @@ def _sides(tracer: Tracer, node: Node) -> tuple[Side, Side | None] | None:
     if len(channels.unique()) != len(channels):
         return None
     if made.kind == "linear":
-        changed = "nonlinear" in node.marks and not node.marks & {"gated", "pooled", "rotated"}
+        changed = "nonlinear" in node.marks and not node.marks & {"gated", "pooled", "rotated", "normalised"}
         plain = changed and ("convolved" not in node.marks or tracer.parameters[made.parameters[0]].ndim == 2)
         return ((made, channels), None) if plain and _is_map(made) else None
     if made.kind != "gate":
