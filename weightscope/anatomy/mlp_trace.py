@@ -64,7 +64,7 @@ def _is_map(node: Node) -> bool:
 def _units(tracer: Tracer, gate: Node, origin: Origin, channels: Tensor) -> Side | None:
     """The linear map that made one side of a gate, and its units for these channels of the gate."""
     after, axis = 1, gate.out.ndim - 1
-    while after < gate.inner:
+    while (after, gate.out.shape[axis]) != (gate.inner, gate.rows):
         after, axis = after * gate.out.shape[axis], axis - 1
     vector = tracer.vector(origin.codes, axis).cpu()[channels]
     numbers = (vector >> BITS).unique().tolist()

@@ -107,6 +107,7 @@ def inputs(module: nn.Module) -> Iterator[Inputs]:
     if hasattr(module, "main_input_name") and hasattr(module, "config"):
         yield from _of_transformers(module, noise, like.device)
     ids = torch.arange(1, _IDS + 1, device=like.device)[None]
+    sequence_first = any(getattr(inner, "batch_first", None) is False for inner in module.modules())
     first = next((inner for inner in module.modules() if isinstance(inner, _FIRST) and inner._parameters), None)
     if isinstance(first, nn.Embedding):
         yield (ids,), {}
@@ -123,10 +124,8 @@ def inputs(module: nn.Module) -> Iterator[Inputs]:
     for width in dict.fromkeys(widths[:1] + [n for n in widths if n > 1][:3]):
         for count in dict.fromkeys((*_counts(module), _TOKENS, 49, 64, 196)):
             side = int(count**0.5)
-            shapes = [(1, count, width)] + (
-                [(1, width, side, side), (1, side, side, width)] if side**2 == count else []
-            )
-            for shape in shapes:
+            maps = [(1, width, side, side), (1, side, side, width)] if side**2 == count else []
+            for shape in [(count, 1, width) if sequence_first else (1, count, width), *maps]:
                 yield from _called(module, noise, shape)
     if not isinstance(first, nn.Embedding):
         yield (ids,), {}
