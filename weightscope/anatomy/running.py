@@ -106,6 +106,7 @@ def inputs(module: nn.Module) -> Iterator[Inputs]:
         )
     if hasattr(module, "main_input_name") and hasattr(module, "config"):
         yield from _of_transformers(module, noise, like.device)
+        return
     ids = torch.arange(1, _IDS + 1, device=like.device)[None]
     sequence_first = any(getattr(inner, "batch_first", None) is False for inner in module.modules())
     first = next((inner for inner in module.modules() if isinstance(inner, _FIRST) and inner._parameters), None)
@@ -116,7 +117,7 @@ def inputs(module: nn.Module) -> Iterator[Inputs]:
     axes = next((n for kind, n in spread.items() if isinstance(first, kind)), 0)
     for size in _sizes(module):
         shape = (channels, *size) if len(size) > 1 or axes < 2 else (channels, *size * axes)
-        if axes > 1 or first is None or len(size) > 1:
+        if axes > 1 or first is None:
             yield (noise(1, *shape),), {}
     widths = [p.shape[-1] for p in module.parameters() if p.ndim == 2] + [
         p.numel() for p in module.parameters() if p.ndim == 1
