@@ -70,7 +70,7 @@ class _Reader:
         if not channels and not (_constant(qc, 1) and _constant(kc, 2)):
             raise _UnreadError("queries or keys are not made of one linear map for each channel")
         qh, kh = (qc.amax(2), kc.amax(1)) if channels else (qc.amax(1), kc.amax(2))
-        turned = "turned" in apply.marked
+        turned = apply.turned
         vc = tracer.channels(values.codes)
         across = 2 if turned == (not channels) else 1
         if not _constant(vc, across):

@@ -4,11 +4,9 @@ The class is that of the config (`model_type` of transformers, `architecture` of
 the user's own (`code`). Of transformers, one or two layers are built at their real width, with few words and experts.
 """
 
-import ast
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -131,18 +129,17 @@ def _own(code: str | Callable[[], nn.Module]) -> nn.Module:
 def _of_config(config: Mapping[str, Any]) -> nn.Module | None:
     """A network of the class that a config names; None if the library is not installed or does not know it."""
     if isinstance(config.get("architecture"), str):
-        return _of_timm(config["architecture"], repr(config.get("model_args") or {}))
+        return _of_timm(config["architecture"], config.get("model_args") or {})
     if isinstance(config.get("model_type"), str):
         return _of_transformers(config)
     return None
 
 
-@lru_cache(maxsize=4)
-def _of_timm(architecture: str, arguments: str) -> nn.Module | None:
+def _of_timm(architecture: str, arguments: Mapping[str, Any]) -> nn.Module | None:
     try:
         from timm import create_model
 
-        return create_model(architecture, pretrained=False, **ast.literal_eval(arguments)).eval()
+        return create_model(architecture, pretrained=False, **arguments).eval()
     except (ImportError, RuntimeError):  # not installed, or it does not know it
         return None
 

@@ -9,7 +9,7 @@ attributes are read.
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -79,7 +79,6 @@ class Origin:
     gain: Tensor | None = None  # likewise, the parameter that multiplied each number last, `several` for two of them
     marks: frozenset[str] = frozenset()  # what was done since: "nonlinear", "normalised", "rotated", "convolved", ...
     factor: float = 1.0  # of numbers that multiplied it since
-    softened: bool = False
 
 
 @dataclass(eq=False)
@@ -104,10 +103,9 @@ class Node:
     logits: Origin | None = None
     masked: Tensor | None = None  # which tokens a mask keeps from attending to which
     after: Origin | None = None  # of a linear map: what was added to the stream
-    factor: float = 1.0
     stream: int = 0  # sums of the same operands have one number
     scales: bool = False  # its output multiplies another one's channels
-    marked: set[str] = field(default_factory=set)
+    turned: bool = False  # values times the map, in place of the map times values
 
 
 SEVERAL, OFFSET = 1 << 62, 1 << 61
@@ -305,7 +303,7 @@ class Tracer(TorchDispatchMode):
 
             gains = self._replayed(func, name, args, kwargs, outs, gain, known)
         for out, one, other in zip(outs, codes, gains, strict=False):
-            self._acts[out] = Origin(one, other, marks, factor, any(o.softened for o in origins))
+            self._acts[out] = Origin(one, other, marks, factor)
 
     def _replayed(
         self,
@@ -427,17 +425,16 @@ class Tracer(TorchDispatchMode):
             if best is None:
                 return
             origin = self._acts[best]
-            softened, marks, gain = origin.softened, origin.marks, origin.gain
+            marks, gain = origin.marks, origin.gain
             if base in _BOUNDS and best.shape == out.shape and torch.equal(best, out):  # bounds that are not reached
                 self._put(out, origin)
                 return
             if base in _SOFTMAX:
                 self._soften(best)
-                softened = True
             elif base not in _LINEAR | _SAME:
                 marks, gain = marks | {"nonlinear"}, None
             factor = -origin.factor if base == "neg" else origin.factor
-            self._put(out, Origin(_expanded(origin.codes, out.shape), gain, marks, factor, softened))
+            self._put(out, Origin(_expanded(origin.codes, out.shape), gain, marks, factor))
         elif acts:  # statistics stay such
             marks = frozenset().union(*(self._acts[t].marks for t in acts))
             self._put(out, Origin(torch.full(out.shape, -1, device=out.device), None, marks))
@@ -456,7 +453,7 @@ class Tracer(TorchDispatchMode):
             except RuntimeError:  # expanded codes share memory
                 self._acts[out] = origin
                 return
-            self._acts[out] = Origin(old.codes, origin.gain, origin.marks, origin.factor, origin.softened)
+            self._acts[out] = Origin(old.codes, origin.gain, origin.marks, origin.factor)
         else:
             self._acts[out] = origin
 
@@ -489,7 +486,7 @@ class Tracer(TorchDispatchMode):
         else:
             value = float(other) if not isinstance(other, Tensor) else float(other.real)
             factor = factor * value if base == "mul" else factor / value if value else float("nan")
-        self._put(out, Origin(codes, gain, marks, factor, origin.softened))
+        self._put(out, Origin(codes, gain, marks, factor))
 
     def _shifted(self, x: Tensor, other: Tensor, out: Tensor) -> None:
         """An activation plus a parameter, a mask or numbers of positions."""
@@ -508,7 +505,7 @@ class Tracer(TorchDispatchMode):
         if other in self._acts and "statistic" in self._acts[other].marks and "normalised" not in marks:
             marks = marks | {"centred"}
         gain = origin.gain
-        self._put(out, Origin(codes, gain, marks, origin.factor, origin.softened))
+        self._put(out, Origin(codes, gain, marks, origin.factor))
 
     def _added(self, x: Tensor, y: Tensor, out: Tensor) -> None:
         """The sum of two activations: a rotation, a bias of a map, or a new stream."""
@@ -520,7 +517,7 @@ class Tracer(TorchDispatchMode):
             mark = "biased" if max(ranks) == _RANK["product"] else "added"
             self._put(
                 out,
-                Origin(_expanded(best.codes, out.shape), best.gain, best.marks | {mark}, best.factor, best.softened),
+                Origin(_expanded(best.codes, out.shape), best.gain, best.marks | {mark}, best.factor),
             )
             return
         real = [_real(c) for c in codes]
@@ -564,9 +561,7 @@ class Tracer(TorchDispatchMode):
                     self.node(n).scales = True
             constant = self.kind(_real(other.codes)) == "embedding"  # a table of positions
             mark = "biased" if self.kind(_real(best.codes)) == "product" else "positions" if constant else "gated"
-            self._put(
-                out, Origin(_expanded(best.codes, out.shape), None, best.marks | {mark}, best.factor, best.softened)
-            )
+            self._put(out, Origin(_expanded(best.codes, out.shape), None, best.marks | {mark}, best.factor))
             return
         if a.codes.is_complex() or b.codes.is_complex() or bool((a.codes == b.codes).all()):  # x sigmoid(x), x x
             best = b if a.codes.is_complex() else a
@@ -620,7 +615,7 @@ class Tracer(TorchDispatchMode):
             return
         flat = origin.codes.movedim(axis, -1).reshape(-1, origin.codes.shape[axis])
         node.inputs = flat.amax(0).cpu()
-        node.marks, node.factor = origin.marks, origin.factor
+        node.marks = origin.marks
         if origin.gain is not None:
             node.gain = origin.gain.movedim(axis, -1).reshape(-1, origin.codes.shape[axis]).amax(0).cpu()
         node.sides = (origin,)
@@ -644,7 +639,7 @@ class Tracer(TorchDispatchMode):
 
     def _turned(self, origin: Origin) -> Origin:
         gain = None if origin.gain is None else origin.gain.mT
-        return Origin(origin.codes.mT, gain, origin.marks, origin.factor, origin.softened)
+        return Origin(origin.codes.mT, gain, origin.marks, origin.factor)
 
     def _on_addmm(self, args: Any, kwargs: Any, out: Tensor) -> None:
         self._on_mm(args[1:], kwargs, out, args[0])
@@ -686,7 +681,7 @@ class Tracer(TorchDispatchMode):
             self._product(x, w, self._acts[x], self._acts[w], out)
 
     def _product(self, x: Tensor, w: Tensor, a: Origin, b: Origin, out: Tensor) -> None:
-        a, b = (Origin(o.codes.reshape(t.shape), None, o.marks, o.factor, o.softened) for o, t in ((a, x), (b, w)))
+        a, b = (Origin(o.codes.reshape(t.shape), None, o.marks, o.factor) for o, t in ((a, x), (b, w)))
         if out.numel() > _MOST:
             raise TooManyTokensError(f"{out.numel():,} products of queries and keys; give fewer tokens")
         kinds = self.source(a.codes), self.source(b.codes)
@@ -694,7 +689,7 @@ class Tracer(TorchDispatchMode):
             left = kinds[0] == "product"
             node = Node("apply", out, rows=out.shape[-1 if left else -2], inner=1 if left else out.shape[-1])
             node.sides, node.values = ((a, b), (x, w)) if left else ((b, a), (w, x))
-            node.marked = set() if left else {"turned"}
+            node.turned = not left
         else:
             node = Node("product", out, rows=out.shape[-1], sides=(a, b), values=(x, w))
         self._new(out, node)
