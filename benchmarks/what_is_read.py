@@ -179,6 +179,8 @@ def row(make: Callable[[], tuple[nn.Module, Any]], kinds: Sequence[str]) -> Cell
                 "why": f"{type(error).__name__}: {str(error)[:200]}",
                 "where": traceback.format_exc()[-600:],
             }
+        finally:
+            signal.setitimer(signal.ITIMER_PROF, 0)
     return out
 
 
