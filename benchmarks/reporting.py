@@ -32,9 +32,16 @@ def in_own_process(script: str, *arguments: object, threads: int | None = None) 
 
 def write(path: Path | None, rows: list[dict[str, Any]], **about: Any) -> None:
     """Write rows and environment as JSON, unless the path is None; says on which processor, as every ratio does."""
-    found = environment() | about
+    found = environment()
     print(f"on {found['processor']}, {found['cores']} cores")
     if path is not None:
         rows = [row | {"processor": found["processor"]} if "ratio" in row else row for row in rows]
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps({"rows": rows, "environment": found}, indent=1) + "\n")
+        save(path, rows, **about)
+
+
+def save(path: Path, rows: list[dict[str, Any]], **about: Any) -> None:
+    """Write rows and environment as JSON; the file is whole whenever the process ends."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = path.with_suffix(".new")
+    new.write_text(json.dumps({"rows": rows, "environment": environment() | about}, indent=1) + "\n")
+    new.replace(path)

@@ -9,10 +9,12 @@ import numpy as np
 import pytest
 import tiny
 import torch
+from programs import script
 
 from weightscope._util import environment, workers
 from weightscope._util.workers import Workers, spread
 from weightscope.analysis.across_networks import covariance_across
+from weightscope.analysis.exchangeable import covariance_exchangeable
 from weightscope.data import load
 from weightscope.recipe import Recipe
 from weightscope.training import network_check, spec_of, train_tile
@@ -54,7 +56,7 @@ def without_gpu(monkeypatch):
     options, compiled = {"backend": "eager", "fullgraph": True}, torch.compile
     monkeypatch.setattr(torch, "compile", lambda function, **_: compiled(function, **options))
     torch._dynamo.reset()
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), torch._dynamo.config.patch(error_on_recompile=True):
         warnings.simplefilter("ignore", DeprecationWarning)  # torch's own
         yield
     torch._dynamo.reset()
@@ -226,3 +228,26 @@ def test_ray_gives_each_tile_a_gpu(tmp_path):
         assert set(found.values()) == {"0", "1"}
     finally:
         ray.shutdown()
+
+
+@pytest.mark.slow
+def test_a_population_in_calls_of_a_few_minutes_is_the_same_as_at_once(tmp_path):
+    """Sums that are stored and restored are those of all networks, and the goal may end within a tile."""
+    study = script("analyses/gpu_populations/collect.py")
+    plan = small("convnext").replace({"network.depth": 2, "population.tile": 64, "population.networks": 128})
+    (tmp_path / "out").mkdir()
+    for goal in (64, 80, 80, 128):  # a new process each time, as far as the sums know
+        sums = study.Sums("tiny", plan, tmp_path / "out")
+        assert study.collect(sums, plan, goal, time.monotonic() + 600, device="cpu")
+    assert not study.collect(sums, plan, 999, time.monotonic() - 1, device="cpu")
+    sums = study.Sums("tiny", plan, tmp_path / "out")
+    population = collect(plan, tmp_path / "p.pop", device="cpu", workers=1, progress=False)
+    weights = population.weights()
+    np.testing.assert_array_equal(sums.sample, weights.astype(np.float16))
+    np.testing.assert_allclose(sums.accuracy, population.metrics["test_accuracy"])
+    whole = covariance_exchangeable(population, workers=1)
+    for mine, theirs in zip(sums.covariance().pairs(), whole.pairs(), strict=True):
+        assert (mine.a, mine.b) == (theirs.a, theirs.b)
+        assert mine.correlation == pytest.approx(theirs.correlation, abs=1e-9)
+    exact = np.corrcoef(weights[:, sums.joint].astype(np.float64), rowvar=False)
+    np.testing.assert_allclose(sums.joint_correlation(), exact, atol=1e-5)

@@ -17,10 +17,12 @@ from weightscope.data.image_section import dataset_info
 from weightscope.data.registry import DATASETS
 from weightscope.data.sequence_config import SequenceConfig
 from weightscope.errors import RecipeError, UsageError
-from weightscope.networks import build
+from weightscope.networks import build, build_for
 from weightscope.recipe import Recipe
 from weightscope.training.collection import collect
-from weightscope.training.engine import train_tile
+from weightscope.training.engine import TileRun, train_tile
+from weightscope.training.many_networks import networks_for
+from weightscope.training.optimiser import BatchedAdamW
 
 pytestmark = pytest.mark.usefixtures("trained_here")
 FOLDER = Path(__file__).parent.parent / "populations"
@@ -111,11 +113,10 @@ def test_a_student_takes_its_teacher_from_the_population_that_its_recipe_names(k
     assert len(losses) == len(set(losses.values())) == 8
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", RECIPES)
-def test_a_recipe_runs_at_its_smallest_size(name, tmp_path, monkeypatch):
-    _write_data(tmp_path, monkeypatch)
-    _write_text(tmp_path)
+def _smallest(name, folder, monkeypatch):
+    """A recipe with small networks, and made-up data for it in a folder."""
+    _write_data(folder, monkeypatch)
+    _write_text(folder)
     recipe = Recipe.load(FOLDER / f"{name}.toml")
     stages = recipe.network.depth
     if isinstance(stages, tuple):
@@ -130,12 +131,58 @@ def test_a_recipe_runs_at_its_smallest_size(name, tmp_path, monkeypatch):
             smaller |= {"network.heads": 2}
         elif recipe.network.layers:
             smaller |= {"network.layers": recipe.network.layers[3:4]}
-    recipe = recipe.replace(SMALLEST | TWO | smaller).completed(tmp_path)
-    tile = train_tile(recipe, 0, data_root=tmp_path, device="cpu")
+    return recipe.replace(SMALLEST | TWO | smaller).completed(folder)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_runs_at_its_smallest_size(name, tmp_path, monkeypatch):
+    tile = train_tile(_smallest(name, tmp_path, monkeypatch), 0, data_root=tmp_path, device="cpu")
     assert tile.weights.shape[0] == 2
     assert np.isfinite(tile.weights).all()
     assert not tile.metrics["diverged"].any()
     assert not np.array_equal(tile.weights[0], tile.weights[1])
+
+
+def _kinds_of_steps():
+    """Recipes that differ in what a step computes, in both precisions."""
+    found = {}
+    for name in RECIPES:
+        recipe = Recipe.load(FOLDER / f"{name}.toml")
+        training, images = recipe.training, not isinstance(recipe.data, SequenceConfig)
+        what = recipe.data.augment if images else getattr(recipe.network, "embedding_dropout", None)
+        for precision in ("float32", "bfloat16")[: 1 + images]:  # recipes of sequences train in float32
+            key = recipe.network.type, str(what), bool(training.mixup), bool(training.cutmix), precision
+            found.setdefault(key, pytest.param(name, precision, id=f"{name}-{precision}"))
+    return list(found.values())
+
+
+@pytest.mark.parametrize(("name", "precision"), _kinds_of_steps())
+def test_a_step_needs_no_number_on_the_host(name, precision, tmp_path, monkeypatch):
+    """On the meta device, where a tensor of the CPU among the others, and every `.item()`, is an error.
+
+    So a GPU need not wait for the host, and all of a step can be one CUDA graph. Sequences are drawn on the device
+    itself, which the meta device cannot: of these, the network, its gradient and AdamW run.
+    """
+    recipe, there = _smallest(name, tmp_path, monkeypatch), torch.device("meta")
+    recipe = recipe.replace({"training.precision": precision, "training.ema": 0.9, "training.kernels": "torch"})
+    if not isinstance(recipe.data, SequenceConfig):
+        run = TileRun(recipe, 0, recipe.data.load(tmp_path), there, "torch")
+        run.nets.train()
+        run.numbers = {key: value.to(there) for key, value in (run.batches.draw() | run._scalars(0)).items()}
+        run._step()
+        run.batches.evaluate()
+        return
+    with torch.device(there):
+        nets = networks_for(recipe, build_for(recipe), range(2), there, "torch")
+    optimiser = BatchedAdamW(
+        nets.weights, nets.gradient, torch.ones(nets.spec.size, dtype=torch.bool, device=there),
+        *torch.ones(2, 2, device=there), betas=(0.9, 0.999), kernels="torch",
+    )  # fmt: skip
+    nets.drop_tokens(torch.rand(2, recipe.data.output_shape()[-1], device=there))
+    logits = nets.train()(recipe.data.inputs(torch.Generator(), 2, 4).to(there))
+    nets.backward(logits.sum())
+    optimiser.step(torch.ones(3, device=there), 1.0)
 
 
 def test_recipes_are_loaded_by_their_names(tmp_path, monkeypatch):

@@ -240,10 +240,32 @@ class ExchangeableMoments:
         other.flush()
         self.n += other.n
         self.excluded += other.excluded
-        for name in ("_products", "_own", "_traces", "_sums", "_units"):
-            for key, value in getattr(other, name).items():
-                getattr(self, name)[key] += value
+        theirs = other._kept()
+        for name, sums in self._kept().items():
+            for key, value in theirs[name].items():
+                sums[key] += value
         return self
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """The sums by name, for `numpy.savez` and `restored`, which goes on from them; without the index effects."""
+        self.flush()
+        counts = {"n": np.array(self.n), "excluded": np.array(self.excluded), "centre": self._centre}
+        return counts | {f"{name} {' '.join(key)}": sums[key] for name, sums in self._kept().items() for key in sums}
+
+    @classmethod
+    def restored(cls, spec: WeightSpec, permutations: PermutationSpec, arrays: Mapping[str, np.ndarray]) -> Self:
+        """Moments with the sums of `arrays`, of the same spec and permutations."""
+        found = cls(spec, permutations, centre=arrays["centre"], index=False)
+        found.n, found.excluded = int(arrays["n"]), int(arrays["excluded"])
+        for name, sums in found._kept().items():
+            for key in sums:
+                sums[key][...] = arrays[f"{name} {' '.join(key)}"]
+        return found
+
+    def _kept(self) -> dict[str, dict[tuple[str, ...], np.ndarray]]:
+        """Sums over networks of each type."""
+        names = ("products", "own", "traces", "sums", "units")
+        return {name: getattr(self, f"_{name}") for name in names}
 
     def flush(self) -> None:
         """Add the waiting networks to the sums."""

@@ -125,10 +125,10 @@ class Normalisation(BatchedLayer):
     """LayerNorm over the last axis, LayerNorm2d over the channel axis, BatchNorm2d over everything else."""
 
     after_gelu: bool = False
-    calibrating: int = 0
 
     def __init__(self, layer: nn.Module, count: int) -> None:
         super().__init__(layer, count)
+        self.calibrating = 0  # an attribute from the start, or a compiled step is compiled again after an evaluation
         if getattr(layer, "weight", None) is None or getattr(layer, "bias", None) is None:
             raise UsageError(f"{layer}: the batched version needs a weight and a bias")
         if isinstance(layer, nn.LayerNorm) and len(layer.normalized_shape) != 1:
