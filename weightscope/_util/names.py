@@ -131,6 +131,12 @@ _RANK = dict.fromkeys(("encoder", "text_model", "self_attn"), 0)
 _RANK |= dict.fromkeys(("decoder", "vision_model", "encoder_attn", "multihead_attn"), 1)
 
 
+def numbered(names: Iterable[str]) -> list[str]:
+    """The names as they are or, if in alphabetical order as in safetensors files, with `layer.2` before `layer.10`."""
+    given = list(names)
+    return sorted(given, key=natural) if given == sorted(given) else given
+
+
 def natural(name: str) -> list[tuple[int, int, str]]:
     """A sort key: `layer.2` before `layer.10`, encoders before decoders, self- before cross-attention."""
     parts = [piece for word in name.split(".") for piece in re.split(r"(\d+)", word) if piece]

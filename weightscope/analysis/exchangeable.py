@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from scipy.special import stdtrit
 
-from weightscope._util.names import listing
+from weightscope._util.names import listing, numbered
 from weightscope._util.results import Result, finite_or_none, text_table
 from weightscope._util.sources import is_population
 from weightscope._util.threads import one_thread
@@ -227,7 +227,6 @@ def covariance_exchangeable(
 
 def _one_network(source: Any) -> WeightArray:
     """The floating-point tensors of one network as a population of one."""
-    from weightscope.anatomy.tensors import numbered  # torch
     from weightscope.population import open_network
 
     network: Any = open_network(source)

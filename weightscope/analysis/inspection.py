@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import tomli_w
 
-from weightscope._util.names import joined
+from weightscope._util.names import joined, numbered
 from weightscope._util.results import Result, row_table, text_table
 from weightscope._util.sources import ARTIFACT_KEY, is_population, location, population_member
 from weightscope._util.threads import one_thread
@@ -50,7 +50,6 @@ def inspect(
     if is_population(source):
         return population_contents(source)  # type: ignore[arg-type]
     from weightscope.anatomy import inventory, named_tensors, unreadable  # torch, which a population does not need
-    from weightscope.anatomy.tensors import numbered
     from weightscope.checkpoint import Checkpoint
 
     member = population_member(source)

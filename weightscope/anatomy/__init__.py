@@ -10,7 +10,6 @@ lazily. If it has no such part, `AnatomyError` lists the parts that it has.
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -100,13 +99,9 @@ def _unread(kind: str, tensors: NamedTensors, parts: Parts[Any]) -> tuple[Unread
     if isinstance(tensors, ModuleTensors) and kind in ("attention modules", "MLPs") and names:
         ran = read(tensors)[1]  # which the forward pass tells about
         names = tuple(name for name in names if name not in ran)
-    found = {name: Unread(name, str(tensors.shape(name))) for name in names}
-    out: list[Unread] = []
-    for unread in parts.unread:
-        inside = [found.pop(name) for name in names if name.startswith(f"{unread.path}.") and name in found]
-        # Where a tensor is missing, others may stand in its place.
-        out += [replace(one, layer=unread.layer) for one in inside if unread.why == "(missing)"] or [unread]
-    return (*out, *found.values())
+    inside = tuple(f"{unread.path}." for unread in parts.unread if unread.path)
+    alike = (Unread(name, str(tensors.shape(name))) for name in names if not name.startswith(inside))
+    return (*parts.unread, *alike)
 
 
 def _refusal(kind: str, unread: Sequence[Unread], parts: int, caller: str) -> str:

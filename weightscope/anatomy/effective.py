@@ -8,10 +8,10 @@ the computation, and only if the layer then has the weight that was wanted.
 
 import copy
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -157,6 +157,7 @@ def unsettable(module: nn.Module, *, writing: bool = False) -> str | None:
     return _overlap(module) if writing else None
 
 
+@torch.no_grad()
 def _uses_others(layer: nn.Module) -> str:
     """How the forward pass of a linear or convolutional layer differs from its weight's; empty if it does not."""
     stock: Any = next((one for one in _LINEAR if isinstance(layer, one)), None)
@@ -166,56 +167,42 @@ def _uses_others(layer: nn.Module) -> str:
         getattr(type(layer), key, 0) is getattr(stock, key, 0) for key in ("forward", "_conv_forward")
     ):
         return ""
-    weight, groups = layer.weight.detach().cpu().double(), getattr(layer, "groups", 1)  # type: ignore[operator]
-    x = torch.randn(weight.shape[1] * groups, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    copied: Any = copy.deepcopy(layer).cpu().float().eval()
+    weight, groups = copied.weight, getattr(layer, "groups", 1)
+    x = torch.randn(weight.shape[1] * groups, generator=torch.Generator().manual_seed(0))
     # Of an image of one colour, padding does not reach the middle, where the kernel's entries are added up.
     sides = zip(weight.shape[2:], getattr(layer, "stride", ()), getattr(layer, "dilation", ()), strict=True)
     image = x.reshape(1, -1, *(1 for _ in weight.shape[2:]))
     image = image.expand(1, -1, *(4 * dilation * (k - 1) + 2 * stride + 1 for k, stride, dilation in sides))
-    bias = None if layer.bias is None else layer.bias.detach().cpu().double()  # type: ignore[operator]
+    try:
+        found = copied(image)[0]
+    except Exception:  # noqa: BLE001 - a layer that takes something else
+        return "could not be called on one input, so that it is not known whether it computes with its weight"
     sums = weight.reshape(*weight.shape[:2], -1).sum(-1, keepdim=True)
-    wanted = nn.functional.conv1d(x[None, :, None], sums, bias, groups=groups)
-    copied, ran = copy.deepcopy(layer).cpu().eval(), False
-    for dtype, last in product((torch.float64, torch.float32), (False, True)):  # not all code runs in float64
-        given = image.to(dtype).movedim(1, -1) if last else image.to(dtype)  # (B, n, p) is that of tokens
-        try:
-            found = copied.to(dtype)(given)[0].double()
-        except Exception:  # noqa: BLE001 - a layer that takes something else
-            continue
-        found, ran = found.movedim(-1, 0) if last else found, True
-        middle = found[(slice(None), *(n // 2 for n in found.shape[1:]))]
-        if middle.shape == wanted.flatten().shape and torch.allclose(
-            middle, wanted.flatten(), rtol=1e-4, atol=1e-4 * float(wanted.abs().max())
-        ):
-            return ""
-    if ran:
-        return "computes with other numbers than its weight"
-    return "could not be called on one input, so that it is not known whether it computes with its weight"
+    wanted = nn.functional.conv1d(x[None, :, None], sums, copied.bias, groups=groups).flatten()
+    middle = found[(slice(None), *(n // 2 for n in found.shape[1:]))]
+    same = middle.shape == wanted.shape and torch.allclose(
+        middle, wanted, rtol=1e-4, atol=1e-4 * float(wanted.abs().max())
+    )
+    return "" if same else "computes with other numbers than its weight"
 
 
 def _overlap(module: nn.Module) -> str | None:
-    """A parameter and another parameter or buffer that have entries in the same memory."""
-    before: dict[Any, list[tuple[Any, Any, str, Tensor]]] = {}  # storage -> first byte, end, name
-    for name, value in _tensors(module).items():  # parameters first
-        if value.numel():
-            start = value.storage_offset() * value.itemsize
-            last = sum((n - 1) * step for n, step in zip(value.shape, value.stride(), strict=True))
-            end = start + (last + 1) * value.itemsize
-            others = before.setdefault((value.device, value.untyped_storage().data_ptr()), [])
-            for low, high, other, tied in others:
-                if isinstance(tied, nn.Parameter) and start < high and low < end and _share(value, tied):
-                    return f"`{other}` and `{name}` share memory; clone one of them, or make them one parameter"
-            others.append((start, end, name, value))
+    """A parameter and another parameter or buffer that have an entry in the same memory."""
+    tensors = {name: value for name, value in _tensors(module).items() if value.numel()}  # parameters first
+    memory = {n: (v.device, v.dtype, v.untyped_storage().data_ptr()) for n, v in tensors.items()}
+    several, names, owners = Counter(memory.values()), list(tensors), dict[Any, Tensor]()
+    for i, (name, value) in enumerate(tensors.items()):
+        if several[memory[name]] == 1:
+            continue
+        size = value.untyped_storage().nbytes() // value.itemsize
+        entries = owners.setdefault(memory[name], torch.full((size,), -1))  # -1: of no parameter yet
+        mine = entries.as_strided(value.shape, value.stride(), value.storage_offset())
+        if (other := int(mine.max())) >= 0:
+            return f"`{names[other]}` and `{name}` share memory; clone one of them, or make them one parameter"
+        if isinstance(value, nn.Parameter):
+            mine.fill_(i)
     return None
-
-
-def _share(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors of one storage have an entry in common, and not only lie between each other's."""
-    if one.dtype != other.dtype:
-        return True
-    used = torch.zeros(one.untyped_storage().nbytes() // one.itemsize, dtype=torch.bool)
-    used.as_strided(one.shape, one.stride(), one.storage_offset()).fill_(True)
-    return bool(used.as_strided(other.shape, other.stride(), other.storage_offset()).any())
 
 
 def _tensors(module: nn.Module) -> dict[str, Tensor]:

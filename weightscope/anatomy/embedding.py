@@ -3,7 +3,6 @@
 import math
 import re
 from dataclasses import dataclass, field
-from itertools import takewhile
 from typing import Any
 
 import torch
@@ -11,6 +10,7 @@ from torch import Tensor
 
 from weightscope.anatomy.convolution import strides
 from weightscope.anatomy.tensors import NamedTensors, OneTensor, Parts, Slot, Unread
+from weightscope.anatomy.traced_rows import shared
 
 _PATCH = re.compile(
     r"(^|[._])(patch_embed\w*(\.\w+)*|patch_embedding|conv_proj|patchify|stem\.0|stem\.conv|features\.0\.0|visual\.conv1)\.weight$"
@@ -92,7 +92,7 @@ def find_positions(tensors: NamedTensors) -> Parts[PositionEmbedding]:
             tables.append((name, shape))
     owners: dict[str, PatchEmbedding] = {}  # each patch embedding is that of the table with the most similar name
     for patch in find_patches(tensors) if tables else ():
-        owner = max(tables, key=lambda table: shared_path(table[0], patch.name))[0]
+        owner = max(tables, key=lambda table: len(shared(one.split(".") for one in (table[0], patch.name))))[0]
         owners.setdefault(owner, patch)
     for name, (tokens, width) in tables:
         prefix, grid = _grid(tensors, name, tokens, owners[name]) if name in owners else (0, None)
@@ -100,12 +100,6 @@ def find_positions(tensors: NamedTensors) -> Parts[PositionEmbedding]:
         slot = Slot(name, vector=True, shape=(tokens, width))
         parts.append(PositionEmbedding(name, tokens, width, prefix, grid, trained, tensors, slot))
     return parts
-
-
-def shared_path(name: str, other: str) -> int:
-    """The number of leading components that two names share."""
-    pairs = zip(name.split("."), other.split("."), strict=False)
-    return len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
 
 
 def _grid(tensors: NamedTensors, name: str, tokens: int, patch: PatchEmbedding) -> tuple[int, tuple[int, int] | None]:

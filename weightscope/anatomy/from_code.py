@@ -16,8 +16,8 @@ from weightscope._util.plugins import imported, is_reference
 from weightscope.anatomy import traced
 from weightscope.anatomy.attention_modules import find, same_block
 from weightscope.anatomy.attention_part import AttentionPart, Gain
-from weightscope.anatomy.embedding import shared_path
 from weightscope.anatomy.tensors import ModuleTensors, NamedTensors, Parts, Place, in_layers
+from weightscope.anatomy.traced_rows import shared
 from weightscope.errors import AnatomyError, UsageError
 
 _LARGEST = 1_500_000_000  # parameters of a network that is built, 6 GB
@@ -97,7 +97,7 @@ def _moved(
 
     def renamed(own: str) -> str:
         """A name of the traced network, in the file."""
-        n = shared_path(own, place.name)
+        n = len(shared((own.split("."), place.name.split("."))))
         return before + ".".join([*here[:n], *own.split(".")[n:]])
 
     def gain(one: Gain | str | None) -> Any:

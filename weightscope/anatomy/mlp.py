@@ -1,7 +1,7 @@
 """The two (or three) matrices of each MLP: linear layers, 1x1 convolutions or Conv1D, gated or plain."""
 
 import re
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -19,7 +19,6 @@ from weightscope.anatomy.tensors import (
     deepest,
     in_layers,
     places,
-    template,
 )
 from weightscope.anatomy.traced_rows import owner as owning
 from weightscope.errors import AnatomyError, UsageError
@@ -106,30 +105,20 @@ def find(tensors: NamedTensors) -> Parts[MLPPart]:
 
     names = {scheme: (scheme.fc1, scheme.fc2, scheme.gate) for scheme in SCHEMES}
     schemes = {scheme: tuple(f"{n}.weight" for n in dict.fromkeys(three) if n) for scheme, three in names.items()}
-    found = places(tensors, schemes, build)
-    returning = {template(p.path) for p in found if p.part is not None and p.part.width == p.part.shape("fc2")[0]}
-    return in_layers((_returned(p) if template(p.path) in returning else p for p in found), tensors)
-
-
-def _returned(place: Place) -> Place:
-    """The place, unread if its output has another width than its input: others of its name return to their stream."""
-    if place.part is None or (rows := place.part.shape("fc2")[0]) == (columns := place.part.width):
-        return place
-    why = f"(fc1 reads {columns} channels, fc2 writes {rows}; other layers of this name write as many as they read)"
-    return replace(place, part=None, why=why, name=place.path, sure=True)
+    return in_layers(places(tensors, schemes, build), tensors)
 
 
 def _slots(tensors: NamedTensors, prefix: str, scheme: Scheme) -> dict[str, Slot] | None:
-    """The slots of fc1, fc2 (and gate); None if the shapes are not those of an MLP."""
+    """The slots of fc1, fc2 (and gate); None if the shapes are not those of an MLP that returns to its stream."""
     first, second = f"{prefix}{scheme.fc1}.weight", f"{prefix}{scheme.fc2}.weight"
     shapes = tensors.shape(first), tensors.shape(second)
     if any(len(s) < 2 or any(n != 1 for n in s[2:]) for s in shapes):
         return None
     transposed = scheme.conv1d and _is_conv1d(tensors, f"{prefix}{scheme.fc1}")
-    (rows, columns), (_, inner) = (s[1::-1] if transposed else s[:2] for s in shapes)
+    (rows, columns), (back, inner) = (s[1::-1] if transposed else s[:2] for s in shapes)
     gated = scheme.gate == scheme.fc1
     packed = gated or (scheme.gate is None and rows == 2 * inner)  # timm's GluMlp packs under the name of a plain fc1
-    if (rows != 2 * inner) if packed else (rows != inner):
+    if rows != inner * (1 + packed) or back != columns:
         return None
     if len(shapes[0]) == 4 and rows < columns:
         return None  # a squeeze-and-excitation bottleneck, not an MLP of the residual stream
@@ -148,11 +137,7 @@ def _slots(tensors: NamedTensors, prefix: str, scheme: Scheme) -> dict[str, Slot
 
 
 def _is_conv1d(tensors: NamedTensors, path: str) -> bool:
-    """Whether the matrix at `path` is stored (in, out), from the module, its bias, or its shape, since fc1 expands."""
-    if tensors.own(path, "nf") is not None:
-        return True
-    if tensors.own(path, "in_features") is not None:
-        return False
+    """Whether the matrix at `path` is stored (in, out), from its bias or its shape, since fc1 expands."""
     rows, columns = tensors.shape(f"{path}.weight")[:2]
     bias = tensors.shape(f"{path}.bias") if f"{path}.bias" in tensors else None
     if bias is not None and rows != columns:
@@ -209,7 +194,7 @@ def find_filter_mlps(tensors: NamedTensors, found: Parts[MLPPart]) -> Parts[Filt
         lost = [row] if isinstance(row, Unread) else [u for u in found.unread if _one_block(row.name, u.name)]
         if lost or isinstance(row, Unread):
             blocks.append(Place(row.name, None, lost[0].why, lost[0].name, sure=True))
-        elif len(inside) == 1 and row.channels == inside[0].width == inside[0].shape("fc2")[0]:
+        elif len(inside) == 1 and row.channels == inside[0].width:
             blocks.append(Place(row.name, FilterMLP(0, row, inside[0])))
     return in_layers(blocks, tensors)
 

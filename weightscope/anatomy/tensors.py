@@ -254,14 +254,6 @@ def _is(value: Any, kind: type | tuple[type, ...]) -> bool:
     return isinstance(value, kind) and (asked or not isinstance(value, bool))
 
 
-def numbered(names: Iterable[str]) -> list[str]:
-    """The names as they are or, if in alphabetical order as in safetensors files, with `layer.2` before `layer.10`."""
-    given = list(names)
-    if given != sorted(given):
-        return given
-    return sorted(given, key=lambda name: [(int(p) if p.isdecimal() else -1, p) for p in re.split(r"(\d+)", name)])
-
-
 def named_tensors(model: Model, config: Mapping[str, Any] | None = None) -> NamedTensors:
     """The `NamedTensors` of a module, a mapping of tensors (state dict, `Checkpoint`), or what `Checkpoint` opens.
 
@@ -285,12 +277,6 @@ def named_tensors(model: Model, config: Mapping[str, Any] | None = None) -> Name
     raise AnatomyError(
         f"expected a module, a mapping of tensors, a path or hf://org/name, found {type(model).__name__}"
     )
-
-
-def exact_float(tensor: Tensor) -> Tensor:
-    """A copy in float32, or in the tensor's own data type if that is wider."""
-    wide = tensor.is_floating_point() and tensor.element_size() >= 4
-    return tensor.to(tensor.dtype if wide else torch.float32, copy=True)
 
 
 Rows = slice | Tensor | None
@@ -336,7 +322,8 @@ class Slot:
     def read(self, tensors: NamedTensors) -> Tensor:
         """A copy of the rows, float32 or better: (rows, columns), (rows,), or the shape of the slot."""
         view = self._view(tensors)
-        value = exact_float(view if self.rows is None else view[self.rows])
+        value = view if self.rows is None else view[self.rows]
+        value = value.to(value.dtype if value.itemsize >= 4 else torch.float32, copy=True)
         value = value if self.shape is None else value.reshape(self.shape)
         return value.mT if self.swapped else value
 
@@ -503,9 +490,6 @@ def places(
         if not tied or tied not in seen:
             kept.append(place)
             seen.add(tied)
-    empty = [p for p in kept if p.part and any(0 in tensors.shape(s.name) for s in p.part._weights.values())]
-    if len(empty) < sum(place.part is not None for place in kept):
-        kept = [replace(p, part=None, why="(a matrix without entries)") if p in empty else p for p in kept]
     return kept
 
 
@@ -516,6 +500,8 @@ def _read(tensors: NamedTensors, prefix: str, keys: Sequence[str], build: Callab
         return Place(path, None, f"({tensors.every[bad]})", bad, sure=True)
     try:
         part = build()
+        if part and any(0 in tensors.shape(slot.name) for slot in part._weights.values()):
+            raise AnatomyError(f"`{path}`: a matrix without entries")
         rows: dict[str, int] = {}  # bias -> number of rows of the matrices that it serves
         for key, bias in part._biases.items() if part else ():
             size = part._weights[key].size(tensors)
@@ -565,7 +551,7 @@ def _with_absent(places: Sequence[Place], tensors: NamedTensors) -> list[Place]:
     gaps: list[list[tuple[str, str]] | None] = []
     for place in places:
         kind = template(place.path)
-        gaps.append(_gap(last[kind], place.path, len(places)) if kind in last else None)
+        gaps.append(_gap(last[kind], place.path) if kind in last else None)
         last[kind] = place.path
     one_by_one = {template(place.path) for place, gap in zip(places, gaps, strict=True) if gap == []}
     there = {name[:i] for name in tensors.every for i, c in enumerate(name) if c == "."}
@@ -579,16 +565,15 @@ def _with_absent(places: Sequence[Place], tensors: NamedTensors) -> list[Place]:
     return out
 
 
-def _gap(one: str, other: str, most: int) -> list[tuple[str, str]] | None:
-    """(block, path) of the numbers between two paths that differ in one number; None otherwise, and for over `most`."""
+def _gap(one: str, other: str) -> list[tuple[str, str]] | None:
+    """(block, path) of the numbers between two paths that differ in one number; None otherwise."""
     a, b = one.split("."), other.split(".")
     apart = [i for i, pair in enumerate(zip(a, b, strict=True)) if pair[0] != pair[1]]
-    if len(apart) != 1 or not all(x[apart[0]].isdecimal() and len(x[apart[0]]) < 10 for x in (a, b)):
+    if len(apart) != 1 or not (a[apart[0]].isdecimal() and b[apart[0]].isdecimal()):
         return None
-    i, numbers = apart[0], range(int(a[apart[0]]) + 1, int(b[apart[0]]))
-    if len(numbers) > most:
-        return None
-    return [(".".join([*a[:i], str(n)]), ".".join([*a[:i], str(n), *a[i + 1 :]])) for n in numbers]
+    i = apart[0]
+    blocks = (".".join([*a[:i], str(n)]) for n in range(int(a[i]) + 1, int(b[i])))
+    return [(block, ".".join([block, *a[i + 1 :]])) for block in blocks]
 
 
 def unread(tensors: NamedTensors, parts: Iterable[Any]) -> list[str]:

@@ -13,7 +13,7 @@ from weightscope.anatomy import NamedTensors, chosen_layers, filter_mlps, mlps, 
 from weightscope.anatomy.matrices import default_deviation
 from weightscope.auditing.report import EXPECTATIONS, error_in
 from weightscope.auditing.runs import Copy, Statistic
-from weightscope.errors import AnatomyError, UsageError
+from weightscope.errors import UsageError
 from weightscope.init.mlp import MODES, first_and_last
 from weightscope.init.ssm import chosen_states
 
@@ -61,8 +61,6 @@ def mimetic_mlp_statistics(source: NamedTensors, *, mode: str, layers: Any) -> I
     choice("mode", mode, ("scalar", "rows", "anticorrelated"))
     for part in chosen_layers(mlps(source, strict=None), layers):
         fc1 = part.read("fc1").cpu().double()
-        if not fc1.numel():
-            raise AnatomyError(f"`{part.name}`: expected fc1 with entries, found the shape {tuple(fc1.shape)}")
         found = {}
         if mode == "anticorrelated":
             fc2 = part.read("fc2").cpu().double().mT

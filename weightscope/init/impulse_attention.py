@@ -21,7 +21,8 @@ from weightscope._util.checks import choice, count, flag, odd
 from weightscope._util.threads import one_thread
 from weightscope.anatomy import AttentionPart, PositionEmbedding, chosen_layers, named_tensors, parts_of, self_attention
 from weightscope.anatomy.attention_part import PartName, chosen_heads
-from weightscope.anatomy.embedding import Offset, TokenGrid, shared_path
+from weightscope.anatomy.embedding import Offset, TokenGrid
+from weightscope.anatomy.traced_rows import shared
 from weightscope.errors import AnatomyError, DataError, UsageError
 from weightscope.init._trained import token_grid
 from weightscope.init.base import INITIALISERS, Generator, M, frame, normal
@@ -356,7 +357,7 @@ def nearest_table(part: AttentionPart, tables: list[PositionEmbedding]) -> Posit
         raise AnatomyError(
             f"`{part.name}`: expected a position embedding of width {part.width}, found `{found.name}` of {found.width}"
         )
-    return max(fitting, key=lambda table: shared_path(table.name, part.name), default=None)
+    return max(fitting, key=lambda table: len(shared((table.name.split("."), part.name.split(".")))), default=None)
 
 
 def position_codes(
