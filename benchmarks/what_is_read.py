@@ -41,21 +41,27 @@ from weightscope.anatomy.permutation_groups import apply_permutation, permutatio
 from weightscope.errors import WeightscopeError
 
 KINDS = ("attention", "MLPs", "filters", "symmetries")
-SECONDS, GIGABYTES = 40, 6  # of processor time for each kind, of address space
+SECONDS, GIGABYTES = 40, 6  # of processor time to build a model and for each kind, of address space
 MOST = 3  # parts of a kind that are judged in one model
 
 Cell = dict[str, Any]
 
 
 class Truth:
-    """One forward pass of a model in float64, and others with changes."""
+    """One forward pass of a model, in float64 if all its operations take that, and others with changes."""
 
     def __init__(self, model: nn.Module, inputs: Any) -> None:
-        self.model = copy.deepcopy(model).double()
-        self.inputs = tree_map(
-            lambda t: t.double() if isinstance(t, torch.Tensor) and t.is_floating_point() else t, inputs
-        )
-        self.seen = self.again({}, None)
+        for kind in (torch.float64, torch.float32):
+            self.model = copy.deepcopy(model).to(kind)
+            self.inputs = tree_map(
+                lambda t, k=kind: t.to(k) if isinstance(t, torch.Tensor) and t.is_floating_point() else t, inputs
+            )
+            try:
+                self.seen = self.again({}, None)
+                break
+            except RuntimeError:  # such as grouped products of float64
+                if kind == torch.float32:
+                    raise
 
     def again(self, nudges: dict[int, torch.Tensor], until: int | None) -> truth.Watch:
         """A pass with numbers of some linear maps changed, up to one of them."""
@@ -102,10 +108,10 @@ def attention(model: nn.Module, true: Truth) -> Cell:
     for part in some(parts):
         q, k, v, o = (part.read(x).double() for x in "qkvo")
         verdicts.append(truth.attention_verdict(true.seen, truth.Claim(part.name, q, k, v, o, part.kind), true.again))
-    events = truth.attentions(true.seen)
-    covered = {e for v in verdicts for e in v.events}
+    there = {true.seen.events[e].place for e in truth.attentions(true.seen)}
+    covered = {true.seen.events[e].place for v in verdicts for e in v.events}
     # Of parts that were not judged, each is believed to be one more.
-    return cell(parts, verdicts, unread, len(events), len(covered & events) + len(parts) - len(verdicts))
+    return cell(parts, verdicts, unread, len(there), len(covered & there) + len(parts) - len(verdicts))
 
 
 def mlps(model: nn.Module, true: Truth) -> Cell:
@@ -156,23 +162,26 @@ def symmetries(model: nn.Module, true: Truth) -> Cell:
 JUDGES = dict(zip(KINDS, (attention, mlps, filters, symmetries), strict=True))
 
 
-def row(make: Callable[[], tuple[nn.Module, Any]], kinds: Sequence[str]) -> Cell:
+def row(make: Callable[[], tuple[nn.Module, Any]], kinds: Sequence[str], seconds: int = SECONDS) -> Cell:
     """Verdicts on one model."""
     try:
         model, inputs = make()
     except Exception as error:  # noqa: BLE001 - a foreign model
         return {"not built": str(error)[:300] or type(error).__name__}
-    true = Truth(model, inputs)
+    try:
+        true = Truth(model, inputs)
+    except Exception as error:  # noqa: BLE001 - a foreign model
+        return {"not judged": f"{type(error).__name__}: {str(error)[:200]}"}
     if any(step is not None and not step.y.isfinite().all() for step in true.seen.steps):
         return {"not judged": "some numbers of the forward pass are not finite"}
     out: Cell = {"attention in the pass": bool(truth.attentions(true.seen))}
     signal.signal(signal.SIGPROF, _stop)
     for kind, judge in ((kind, JUDGES[kind]) for kind in kinds):
-        signal.setitimer(signal.ITIMER_PROF, SECONDS)
+        signal.setitimer(signal.ITIMER_PROF, seconds)
         try:
             out[kind] = judge(model, true)
-        except TimeoutError:
-            out[kind] = {"verdict": "not judged", "why": f"more than {SECONDS} s of processor time"}
+        except _Late:
+            out[kind] = {"verdict": "not judged", "why": f"more than {seconds} s of processor time"}
         except Exception as error:  # noqa: BLE001 - is what this table is about
             out[kind] = {
                 "verdict": "traceback",
@@ -184,26 +193,30 @@ def row(make: Callable[[], tuple[nn.Module, Any]], kinds: Sequence[str]) -> Cell
     return out
 
 
+class _Late(BaseException):
+    """The time is over; no `except Exception` on the way takes it for another error."""
+
+
 def _stop(*given: Any) -> None:
-    raise TimeoutError
+    raise _Late
 
 
-def alone(make: Callable[[], tuple[nn.Module, Any]], kinds: Sequence[str]) -> Cell:
+def alone(make: Callable[[], tuple[nn.Module, Any]], kinds: Sequence[str], seconds: int) -> Cell:
     """`row` in a process of its own, with limits."""
     reading, writing = os.pipe()
     began, child = time.monotonic(), os.fork()
     if not child:
         resource.setrlimit(resource.RLIMIT_AS, (GIGABYTES << 30, GIGABYTES << 30))
-        signal.setitimer(signal.ITIMER_PROF, SECONDS)  # to build it
+        signal.setitimer(signal.ITIMER_PROF, seconds)  # to build it
         os.close(reading)
         with os.fdopen(writing, "w") as pipe:
-            json.dump(row(make, kinds), pipe)
+            json.dump(row(make, kinds, seconds), pipe)
         os._exit(0)
     os.close(writing)
     with os.fdopen(reading) as pipe:
         text = pipe.read()
     _, status = os.waitpid(child, 0)
-    limit = f"{SECONDS} s of processor time" if os.WTERMSIG(status) == signal.SIGPROF else f"status {status}"
+    limit = f"{seconds} s of processor time" if os.WTERMSIG(status) == signal.SIGPROF else f"status {status}"
     found = json.loads(text) if text else {"not judged": f"ended by {limit}"}
     return found | {"seconds": round(time.monotonic() - began, 1)}
 
@@ -252,6 +265,7 @@ def main() -> None:
     parser.add_argument("--markdown", type=Path)
     parser.add_argument("--only", default="", help="part of the names")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
+    parser.add_argument("--seconds", type=int, default=SECONDS, help="of processor time for each kind")
     parser.add_argument("--again", action="store_true", help="also what the JSON file holds")
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
@@ -265,7 +279,7 @@ def main() -> None:
         known = {} if arguments.again else rows.get(name, {})
         left = [] if known.keys() & {"not built", "not judged"} else [k for k in arguments.kinds if k not in known]
         if arguments.only in name and left:
-            found = alone(lambda m=make, v=variant: m(v), left)
+            found = alone(lambda m=make, v=variant: m(v), left, arguments.seconds)
             rows[name] = {"library": library, "variant": variant, **rows.get(name, {}), **found}
             print(name, *(f"{k}: {rows[name][k]['verdict']}" for k in KINDS if k in rows[name]), flush=True)
             arguments.json.write_text(json.dumps(rows, indent=1) + "\n")

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -28,7 +29,10 @@ LARGEST = 2**24  # numbers of an operand that are kept
 
 @dataclass
 class Linear:
-    """y = x w: tokens (T, d), weights (d, r), results (T, r); (T, 0) and all pixels for filters of several."""
+    """y = x w: tokens (T, d), weights (d, r), results (T, r).
+
+    x is (T, 0) where each result reads several tokens, and y where each token makes several results.
+    """
 
     x: Tensor
     w: Tensor
@@ -55,6 +59,7 @@ class Event:
     pooled: bool
     swapped: bool  # the probabilities are the right operand
     keys: int | None  # which operand of the product is of keys, 0 or 1, as the axis of the softmax says
+    place: tuple[int, int] = (0, 0)  # the module that computes it, and how many it computed before: equal if run again
 
 
 class Stop(Exception):
@@ -81,6 +86,7 @@ class Watch(TorchDispatchMode):
         self.events: list[Event] = []
         self.filters: list[Tensor] = []
         self.used: set[int] = set()  # storages of the matrices
+        self.inside: list[tuple[nn.Module | None, list[int]]] = [(None, [])]  # modules that run, and their events
 
     def alive(self, tensor: Tensor) -> bool:
         """Whether a tensor depends on the inputs."""
@@ -186,8 +192,11 @@ class Watch(TorchDispatchMode):
         x, w, groups, transposed = args[0], args[1], args[8], args[6]
         if groups == x.shape[1] and groups > 1 and not transposed:
             self.filters.append(w.detach())
-        if transposed or groups > 1 or not self.alive(x) or self.alive(w):
+        if groups > 1 or not self.alive(x) or self.alive(w):
             return None
+        if transposed:  # patches of each token, which overlap
+            inner = x.detach().movedim(1, -1).reshape(-1, x.shape[1]).clone()
+            return Linear(inner, w.detach().flatten(1), inner.new_zeros(len(inner), 0))
         self.nudge(number, out, 1)
         if self.nudges and number != self.until:
             return None
@@ -214,15 +223,17 @@ class Watch(TorchDispatchMode):
                     }:
                         continue
                     if self.alive(w if not swapped else x):
-                        keys = _keys_side(one, given, dim)
-                        self.events.append(Event(parent, number, -tag - 1, one.pooled, bool(swapped), keys))
+                        keys, (module, mine) = _keys_side(one, given, dim), self.inside[-1]
+                        place = id(module), len(mine)
+                        mine.append(len(self.events))
+                        self.events.append(Event(parent, number, -tag - 1, one.pooled, bool(swapped), keys, place))
 
 
 def _keys_side(product: Product, given: Tensor, dim: int) -> int | None:
     """The operand over whose rows the softmax runs: the product's columns are those of the right one."""
     logits, found = product.out.double(), {}
     for side, size, mine in ((1, logits.shape[2], logits), (0, logits.shape[1], logits.mT)):
-        if given.shape[dim] == size and given.numel() == logits.numel():
+        if given.shape[dim] == size and given.numel() == logits.numel() > 1:
             two = torch.stack([mine.flatten(), given.double().movedim(dim, -1).flatten()])
             two = two[:, (two[1] > -1e4) & two.isfinite().all(0)]
             found[side] = float(torch.corrcoef(two)[0, 1].abs().nan_to_num())
@@ -239,6 +250,10 @@ def watch(model: nn.Module, inputs: Any, nudges: dict[int, Any] | None = None, u
     fast = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     torch.manual_seed(0)
+    hooks = (
+        register_module_forward_pre_hook(lambda module, given: mode.inside.append((module, []))),
+        register_module_forward_hook(lambda module, given, out: (mode.inside.pop(), None)[1]),
+    )
     try:
         with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), mode:
             model(**inputs) if isinstance(inputs, dict) else model(inputs)
@@ -246,6 +261,8 @@ def watch(model: nn.Module, inputs: Any, nudges: dict[int, Any] | None = None, u
         pass
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)
+        for each in hooks:
+            each.remove()
     return mode
 
 
@@ -309,7 +326,7 @@ def sources(seen: Watch, columns: Tensor, side: str) -> Iterator[list[tuple[int,
     for number, step in enumerate(seen.steps):
         if isinstance(step, Linear):
             table = step.w.T if side == "y" else step.w
-            if table.shape[1] == columns.shape[1]:
+            if table.shape[1] == columns.shape[1] and getattr(step, side).shape[1]:
                 ordered = seen.ordered.get((number, side)) or seen.ordered.setdefault((number, side), _ordered(table))
                 if bool(lookup(table, columns[:: max(1, len(columns) // 7)], 1e-6, ordered)[1].any()):
                     groups.setdefault(len(step.x), []).append((number, *lookup(table, columns, 1e-6, ordered)))
@@ -324,7 +341,7 @@ def sources(seen: Watch, columns: Tensor, side: str) -> Iterator[list[tuple[int,
 def idle(seen: Watch, model: nn.Module, columns: Tensor) -> bool:
     """Whether these weights (n, d) are rows or columns of a parameter that the pass does not use."""
     for p in model.parameters():
-        if p.ndim > 1 and p.untyped_storage()._cdata not in seen.used:
+        if p.ndim > 1 and p.numel() and p.untyped_storage()._cdata not in seen.used:
             flat = p.detach().reshape(-1, p.shape[-1]) if p.ndim == 3 else p.detach().flatten(1)
             for table in (flat, flat.T):
                 if table.shape[1] == columns.shape[1] and bool(lookup(table, columns.to(table), 1e-6)[1].all()):
@@ -352,6 +369,11 @@ def _same(x: Tensor) -> Tensor:
 
 def _centred(x: Tensor) -> Tensor:
     return x - x.mean(-1, keepdim=True)
+
+
+def _levelled(y: Tensor) -> Tensor:
+    """(heads, T, width) without the mean over all heads, as LayerNorm of all of them gives."""
+    return y - y.mean((0, 2), keepdim=True)
 
 
 def rotations(k: int) -> Iterator[tuple[str, Callable[[Tensor], Tensor]]]:
@@ -452,9 +474,10 @@ def attention_verdict(seen: Watch, claim: Claim, again: Callable[[dict[int, Tens
         return Verdict(False, f"the weights of {', '.join(missing)} are those of no linear map of the pass")
     why, known = "the numbers of q meet in no product", [r for r in seen.known if r[0].endswith(f" {width}")]
     turns = [(f"{name} of {width}", theirs, ours) for name, theirs, ours in turned(width)] if len(seen.events) else []
-    for rules, near in ((SIMPLE, 4), (known, 2), (turns, 2)):
+    levels = [(rules, near, level) for level in (_same, _levelled) for rules, near in ((SIMPLE, 4), (turns, 2))]
+    for rules, near, level in (levels[0], (known, 2, _same), *levels[1:]):
         for nq, q in enumerate(rows["q"]):
-            yq = gather(seen, q, "y", heads)
+            yq = level(gather(seen, q, "y", heads))
             later = [(n, e) for n, e in enumerate(seen.events) if e.product > max(n for n, _ in q)]
             for number, event in later[:near]:
                 for side, left, over in facing(seen, event, yq):
@@ -474,22 +497,22 @@ def attention_verdict(seen: Watch, claim: Claim, again: Callable[[dict[int, Tens
                         why = f"the product has the queries of heads {there} of {heads}"
                         continue
                     how = {"q": rule[0] + ("" if constant(factor) else ", normalised")}
-                    reason = _rest(seen, event, side, over, claim, label, rows, o, nq, how, rule, rules, again)
+                    reason = _rest(seen, event, side, over, claim, label, rows, o, nq, how, rule, rules, level, again)
                     if not reason:
-                        if rule not in seen.known and rules is turns:
+                        if rule not in seen.known and rules is turns and level is _same:
                             seen.known.append(rule)
                         return Verdict(True, "", how, (number,))
                     why = reason
     return _by_support(seen, claim, rows, o, again, why)
 
 
-def _rest(seen, event, side, over, claim, label, rows, o, nq, how, rule, rules, again) -> str:
+def _rest(seen, event, side, over, claim, label, rows, o, nq, how, rule, rules, level, again) -> str:
     heads, groups = len(claim.q), len(claim.k)
     each = heads // groups
     head_sets = [sorted(set(row.tolist()) - {-1}) for row in label]
     why = "the numbers of k are not the other operand"
     for _nk, k in enumerate(rows["k"]):
-        yk = gather(seen, k, "y", groups)
+        yk = level(gather(seen, k, "y", groups))
         keys = next((operand for s, operand, _ in facing(seen, event, yk) if s == side ^ 1), None)
         yk = yk.mT if over else yk
         if keys is None or (found_rule := fits(keys, yk.flatten(0, 1), [rule, *([] if over else rules)])) is None:
@@ -716,7 +739,6 @@ def mlp_verdict(seen: Watch, fc1: Tensor, fc2: Tensor, gate: Tensor | None, agai
     second = next(sources(seen, fc2.double().mT.contiguous(), "x"), None)
     if second is None:
         return Verdict(False, "fc2 is no linear map of the pass")
-    draw = random.Random(0)
     for name, weights in (("fc1", fc1), ("gate", gate)):
         if weights is None:
             continue
@@ -729,13 +751,29 @@ def mlp_verdict(seen: Watch, fc1: Tensor, fc2: Tensor, gate: Tensor | None, agai
         )
         if later <= number:
             return Verdict(False, f"fc2 comes before {name}")
-        for _ in range(2):
-            units = torch.tensor(sorted(draw.sample(range(len(index)), max(1, len(index) // 2))))
+        for bit in range(max(1, (len(index) - 1).bit_length())):  # each two units are told apart by one of these
+            units = torch.tensor([n for n in range(len(index)) if not n >> bit & 1])
             other = again({number: index[units].unique()}, later)
             found = _changed_columns(seen.steps[later].x.double(), other.steps[later].x.double(), columns, units)
             if not found or not found <= set(columns[units].tolist()):
                 return Verdict(False, f"units of {name} are other inputs of fc2 than claimed")
+    if gate is not None and _exchanged(seen, fc1, gate, second):
+        return Verdict(False, "the function acts on the units of fc1, not of the gate")
     return Verdict(True)
+
+
+def _exchanged(seen: Watch, fc1: Tensor, gate: Tensor, second: list) -> bool:
+    """Whether h / u is rather a function of the gate's g than h / g of u: neighbours in g have like values."""
+    u, g = (gather(seen, next(sources(seen, w.double(), "y")), "y", 1).flatten() for w in (fc1, gate))
+    h = gather(seen, second, "x", 1).flatten()
+    if not len(u) == len(g) == len(h):
+        return False
+
+    def rough(factor: Tensor, by: Tensor) -> Tensor:
+        ratio = (h / factor)[by.argsort()]
+        return ratio.diff().abs().median() / (ratio - ratio.median()).abs().median().clamp_min(1e-30)
+
+    return not bool(rough(u, g) < rough(g, u))
 
 
 def _changed_columns(before: Tensor, after: Tensor, columns: Tensor, units: Tensor) -> set[int]:
@@ -757,10 +795,6 @@ def _changed_columns(before: Tensor, after: Tensor, columns: Tensor, units: Tens
 
 
 def filters_verdict(seen: Watch, filters: Tensor) -> Verdict:
-    """Whether these filters (C, kh, kw) are those of a convolution with as many groups as channels."""
-    flat = filters.double().flatten(1)
-    same = any(
-        f.shape[0] == len(flat) and f.flatten(1).shape == flat.shape and torch.equal(f.double().flatten(1), flat)
-        for f in seen.filters
-    )
+    """Whether these filters, (C, kh, kw) or (C, 1, k), are those of a convolution with as many groups as channels."""
+    same = any(torch.equal((f[:, 0] if f.ndim == 4 else f).double(), filters.double()) for f in seen.filters)
     return Verdict(same, "" if same else "no depthwise convolution of the pass has these filters")

@@ -51,7 +51,7 @@ def timm_model(name: str) -> tuple[nn.Module, Any]:
     torch.manual_seed(0)
     try:
         model = timm.create_model(name, pretrained=False, depth=3)
-    except (TypeError, AssertionError, RuntimeError, IndexError):  # its depth is not one number
+    except (TypeError, ValueError, AssertionError, RuntimeError, IndexError):  # its depth is not one number
         model = timm.create_model(name, pretrained=False)
     config = model.pretrained_cfg
     side, model = config["input_size"][-1], scrambled(model)
@@ -134,6 +134,7 @@ SHRUNK: dict[str, Any] = (
         "sliding_window": 8,
         "use_cache": False,
         "mamba_d_state": 8,
+        "rotary_dim": 8,
     }
 )
 

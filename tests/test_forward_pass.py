@@ -186,10 +186,17 @@ def test_what_cannot_be_run_is_not_confirmed():
         def forward(self, x, where):  # type: ignore[override]
             return super().forward(x[where.tokens])
 
-    with pytest.raises(AnatomyError, match=r"`blocks.0.attn` could not be run on random inputs"):
+    with pytest.raises(AnatomyError, match=r"random inputs: AttributeError: 'NoneType' object has no att"):
         wi.mimetic_attention_(Wrapped(Unusual(2, 16, 8)))
     state = Wrapped(Unusual(2, 16, 8)).state_dict()  # without code, names are all there is
     assert len(anatomy.attention(state, {"num_heads": 2, "layout": "blocks"})) == 1
+
+
+def test_why_a_class_refuses_a_config_is_said():
+    shims.transformers()
+    state = {"l.0.attn.qkv.weight": torch.zeros(144, 48), "l.0.attn.proj.weight": torch.zeros(48, 48)}
+    with pytest.raises(AnatomyError, match=r"5 heads do not divide .*'esm' could not be built to see its layout: Type"):
+        anatomy.attention(state, {"model_type": "esm", "hidden_size": 48, "num_attention_heads": 5})
 
 
 class Positions(Attention):
@@ -252,6 +259,7 @@ def test_what_a_module_does_on_its_own_is_measured(kind, heads):
         ("cait_xxs24_224", {"self": 24, "pooled": 2}, {"heads mixed"}, 0),
         ("hiera_tiny_224", {"self": 12}, {"widened"}, 0),
         ("levit_128s", {"self": 11}, {"activated", "widened"}, 0),
+        ("lowformer_b0", {"self": 7}, {"widened"}, 0),
     ],
 )
 def test_attention_of_timm_that_no_name_tells(name, kinds, notes, unread):

@@ -1,5 +1,6 @@
 """What is read of foreign models, judged by their own forward passes; and that the judge finds what is wrong."""
 
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 TIMM = small_models.words(
     "test_vit test_convnext test_efficientnet vit_tiny_patch16_224 cait_xxs24_224 coatnet_nano_rw_224 tiny_vit_5m_224 "
-    "levit_128s efficientformer_l1 pvt_v2_b0 swinv2_cr_tiny_224 davit_tiny"
+    "levit_128s lowformer_b0 efficientformer_l1 pvt_v2_b0 swinv2_cr_tiny_224 davit_tiny"
 )
 TRANSFORMERS = small_models.words(
     "bart bert blenderbot bloom clip cohere convnext deberta-v2 distilbert electra esm falcon gemma3_text glm4 gpt2 "
@@ -39,11 +40,15 @@ class Attention(nn.Module):
         rows = self.q(x)
         if self.kind == "convolved":
             rows = self.taps(rows.mT).mT
+        if self.kind == "normalised over heads":
+            rows = F.layer_norm(rows, rows.shape[-1:])
         q = rows.unflatten(-1, (HEADS, KEY)).transpose(1, 2)
         k, v = (each(other).unflatten(-1, (GROUPS, KEY)).transpose(1, 2) for each in (self.k, self.v))
         if self.kind == "normalised":
             q, k = F.layer_norm(q, (KEY,)), F.normalize(k, dim=-1)
-        if self.kind == "rotated":
+        if self.kind == "normalised over heads":
+            k = F.layer_norm(k.transpose(1, 2), (GROUPS, KEY)).transpose(1, 2)
+        if self.kind in ("rotated", "normalised over heads"):
             q, k = rotated(q), rotated(k)
         k, v = (each.repeat_interleave(HEADS // GROUPS, 1) for each in (k, v))
         y = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
@@ -57,7 +62,7 @@ def rotated(x: Tensor) -> Tensor:
     return torch.cat([a * angle.cos() - b * angle.sin(), a * angle.sin() + b * angle.cos()], -1)
 
 
-KINDS = ["plain", "rotated", "normalised", "convolved", "function before o"]
+KINDS = ["plain", "rotated", "normalised", "normalised over heads", "convolved", "function before o"]
 
 
 def by_hand(module: Attention) -> truth.Claim:
@@ -127,11 +132,88 @@ def test_keys_of_another_stream_are_no_self_attention() -> None:
     assert judged(module, by_hand(module), kind="cross").right
 
 
+class MLPs(nn.Module):
+    """A convolution of each channel over tokens, then two gated MLPs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.taps = nn.Conv2d(WIDTH, WIDTH, (1, 5), padding=(0, 2), groups=WIDTH)
+        self.up, self.gate = (nn.ModuleList(nn.Linear(WIDTH, 40) for _ in range(2)) for _ in range(2))
+        self.down = nn.ModuleList(nn.Linear(40, WIDTH) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.taps(x.mT[:, :, None])[:, :, 0].mT
+        for up, gate, down in zip(self.up, self.gate, self.down, strict=True):
+            x = x + down(F.silu(gate(x)) * up(x))
+        return x
+
+
+WRONG_MLPS: dict[str, Callable[..., Any]] = {
+    "units of fc1 in another order": lambda up, gate, down, other: (up.roll(1, 0), down, gate),
+    "units of the gate in another order": lambda up, gate, down, other: (up, down, gate.roll(1, 0)),
+    "units of fc2 in another order": lambda up, gate, down, other: (up, down.roll(1, 1), gate),
+    "two units of fc1 exchanged": lambda up, gate, down, other: (torch.cat([up[:2].flip(0), up[2:]]), down, gate),
+    "fc1 and gate exchanged": lambda up, gate, down, other: (gate, down, up),
+    "the gate as fc1": lambda up, gate, down, other: (gate, down, gate),
+    "fc2 of the next MLP": lambda up, gate, down, other: (up, other, gate),
+    "inputs of fc1 in another order": lambda up, gate, down, other: (up.roll(1, 1), down, gate),
+    "outputs of fc2 in another order": lambda up, gate, down, other: (up, down.roll(1, 0), gate),
+}
+WRONG_FILTERS: dict[str, Callable[[Tensor], Tensor]] = {
+    "channels in another order": lambda f: f.roll(1, 0),
+    "height and width exchanged": lambda f: f.mT,
+    "taps in another order": lambda f: f.flip(2),
+    "some of the channels": lambda f: f[:-1],
+}
+
+
+def test_the_judge_finds_every_mistake_in_mlps_and_filters() -> None:
+    torch.manual_seed(0)
+    module = MLPs().double()
+    true = study.Truth(module, torch.randn(1, 10, WIDTH))
+    up, gate, down, other = (
+        each.weight.detach() for each in (module.up[0], module.gate[0], module.down[0], module.down[1])
+    )
+    assert truth.mlp_verdict(true.seen, up, down, gate, true.again).right
+    wrong = {name: change(up, gate, down, other) for name, change in WRONG_MLPS.items()}
+    assert [name for name, claim in wrong.items() if truth.mlp_verdict(true.seen, *claim, true.again).right] == []
+    taps = module.taps.weight.detach()[:, 0]
+    assert truth.filters_verdict(true.seen, taps).right
+    assert [n for n, change in WRONG_FILTERS.items() if truth.filters_verdict(true.seen, change(taps)).right] == []
+
+
 def check(model: nn.Module, inputs: Any, kinds: Sequence[str]) -> None:
     found = study.row(lambda: (model, inputs), kinds)
     verdicts = {kind: found[kind] for kind in kinds}
     assert all(one["verdict"] in ("right", "absent") for one in verdicts.values()), verdicts
     assert any(one["verdict"] == "right" for one in verdicts.values())
+
+
+class Patches(nn.ConvTranspose2d):
+    """An output projection that makes patches, which overlap, of the tokens of a 4 x 4 image."""
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x.mT.unflatten(-1, (4, 4))).flatten(2).mT
+
+
+class OneChannel(nn.Module):
+    """A softmax over the one number that all tokens of one channel give, as in CSATv2."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(1, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x.mean(-1, keepdim=True)).unbind(-1)
+        return x + ((q @ k.mT).softmax(-1) @ v)[..., None]
+
+
+def test_outputs_that_are_patches_are_read_and_a_softmax_over_one_channel_is_no_attention() -> None:
+    torch.manual_seed(0)
+    patches = Attention("plain")
+    patches.o = Patches(HEADS * KEY, WIDTH, 3, padding=1)
+    for model in (patches, nn.Sequential(OrderedDict(attn=OneChannel(), main=Attention("plain")))):
+        check(model, torch.randn(1, 16, WIDTH), ("attention",))
 
 
 @pytest.mark.slow

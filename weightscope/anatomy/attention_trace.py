@@ -40,10 +40,16 @@ class _Reader:
     prefix: str
 
     def place(self, number: int, apply: Node) -> Place | None:
-        """The attention of one application; None if there is no softmax of a product."""
+        """The attention of one application; None if there is no softmax of a product.
+
+        A place without a part and a reason is none, whatever its names: a softmax over one channel is 1.
+        """
         product = self._product(apply)
-        if product is None or not product.softmax or product.out.shape[-2:] == (1, 1):  # one token that sees itself
+        if product is None or not product.softmax:
             return None
+        if product.out.shape[-2:] == (1, 1):  # one token or channel that sees itself
+            q, path = self.tracer.channels(product.sides[0].codes), f"{self.prefix}{apply.path}".rstrip(".")
+            return Place(path, None, "", path) if q.shape[2] > 1 and _constant(q, 2) else None
         found: list[str] = []
         try:
             part = self._part(number, apply, product, found)
@@ -160,7 +166,7 @@ class _Reader:
             or bool({"convolved", "pooled", "gated"} & (marks | values.marks))
             or bool({"added", "scaled"} & out.marks)
             or ("positions" in marks and "rotated" not in marks),
-            notes=_notes(mixed, activated, out.marks, out.rows != width),
+            notes=_notes(mixed, activated, out.marks, slots["o"][3] != width),
             numbers=tuple(range(heads)),
             _tensors=self.tensors,
             _weights=weights_of,
@@ -221,7 +227,7 @@ class _Reader:
             mine = node.inputs >> BITS == number
             if not bool(mine.any()):
                 continue
-            if node.weight is None:
+            if (weight := node.weight or node.patches) is None:
                 raise _UnreadError(f"the output: {node.why}")
             entry, size = node.inputs & ENTRY, (1, *apply.out.shape)[-3:]
             batch = entry // (size[1] * size[2])
@@ -238,11 +244,11 @@ class _Reader:
             columns[head, channel[mine]] = torch.arange(len(mine))[mine]
             if bool((columns < 0).any()):
                 raise _UnreadError("the output reads other channels than those that attention gives")
-            steps = node.weight.first.diff().unique()
+            steps = weight.first.diff().unique()
             if len(steps) != 1:
                 raise _UnreadError("the rows of the output have no regular places")
-            first = node.weight.first[0] + node.weight.step * columns.flatten()
-            slot = self._lines(Weight(first, int(steps), node.rows), "outputs")
+            first = weight.first[0] + weight.step * columns.flatten()
+            slot = self._lines(Weight(first, int(steps), len(weight.first)), "outputs")
             bias = None
             if node.bias is not None and len(owners := (node.bias >> BITS).unique().tolist()) == 1 and owners[0] >= 0:
                 bias = self.names[owners[0]], node.bias & ENTRY

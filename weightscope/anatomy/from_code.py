@@ -33,6 +33,10 @@ _FEW = {
 _FREE = ("pad_token_id", "bos_token_id", "eos_token_id", "layer_types", "max_window_layers")
 
 
+class _NotBuiltError(Exception):
+    """A class refuses the file's config."""
+
+
 def find_attention(tensors: NamedTensors) -> Parts[AttentionPart]:
     """All attention modules, in order: those that the forward pass of a module shows; of a file, by its architecture.
 
@@ -48,7 +52,10 @@ def find_attention(tensors: NamedTensors) -> Parts[AttentionPart]:
             failed = error
         if not parts.unread and failed is None:
             return parts
-    coded = places_of_code(tensors)
+    try:
+        coded = places_of_code(tensors)
+    except _NotBuiltError as error:
+        coded, failed = [], failed and AnatomyError(f"{failed}; {error}")
     if not coded and failed is not None:
         raise failed
     if not coded and "code" in tensors.config:
@@ -152,7 +159,7 @@ def _of_transformers(config: Mapping[str, Any]) -> nn.Module | None:
         return None
     if config["model_type"] not in CONFIG_MAPPING:
         return None
-    kind = CONFIG_MAPPING[config["model_type"]]
+    kind, why = CONFIG_MAPPING[config["model_type"]], ""
     for few in (True, False):
         try:
             made = kind.from_dict(dict(config))
@@ -161,8 +168,10 @@ def _of_transformers(config: Mapping[str, Any]) -> nn.Module | None:
                 size = sum(p.numel() for p in AutoModel.from_config(made).parameters())
             if size < _LARGEST:
                 return AutoModel.from_config(made, dtype=torch.float32).eval()
-        except Exception:  # noqa: BLE001 - a foreign class refuses the smaller sizes
-            continue
+        except Exception as error:  # noqa: BLE001 - a foreign class refuses these sizes
+            why = f"{type(error).__name__}: {error}".splitlines()[0]
+    if why:
+        raise _NotBuiltError(f"model_type {config['model_type']!r} could not be built to see its layout: {why}")
     return None
 
 

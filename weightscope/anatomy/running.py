@@ -15,8 +15,11 @@ _SIZES = (64, 32, 224, 28, 16, 8, 96, 128, 256, 384, 512)
 _LIKE_TOKENS = ("key", "value", "k", "v", "context", "memory", "encoder_hidden_states", "key_value_states")
 
 
-def traces(module: nn.Module, path: str = "") -> Iterator[tuple[str, Tracer]]:
-    """The traces, with their paths, of a module and of those in it that it did not call (all if no input is known)."""
+def traces(module: nn.Module, path: str, failed: dict[str, str]) -> Iterator[tuple[str, Tracer]]:
+    """The traces, with their paths, of a module and of those in it that it did not call (all if no input is known).
+
+    `failed` gets the first line of the first error of each module that no input suits.
+    """
     if sum(p.ndim > 1 for p in module.parameters()) < 2:  # a lone layer
         return
     used: set[int] = set()
@@ -25,25 +28,27 @@ def traces(module: nn.Module, path: str = "") -> Iterator[tuple[str, Tracer]]:
         for args, kwargs in inputs(module):
             try:
                 tracer = traced(copied, args, kwargs)
-            except Exception:  # noqa: BLE001 - a foreign module refuses this kind of input
+            except Exception as error:  # noqa: BLE001 - a foreign module refuses this kind of input
+                failed.setdefault(path, f"{type(error).__name__}: {error}".splitlines()[0])
                 continue
+            failed.pop(path, None)
             yield path, tracer
             used = {id(tracer.parameters[n]) for node in tracer.nodes if node is not None for n in node.parameters}
             break
     for name, child in module.named_children():  # what was not called, such as the other tower
         if not used or not used & {id(p) for p in child.parameters()}:
-            yield from traces(child, f"{path}.{name}".lstrip("."))
+            yield from traces(child, f"{path}.{name}".lstrip("."), failed)
         else:
-            yield from _not_called(child, f"{path}.{name}".lstrip("."), used)
+            yield from _not_called(child, f"{path}.{name}".lstrip("."), used, failed)
 
 
-def _not_called(module: nn.Module, path: str, used: set[int]) -> Iterator[tuple[str, Tracer]]:
+def _not_called(module: nn.Module, path: str, used: set[int], failed: dict[str, str]) -> Iterator[tuple[str, Tracer]]:
     """The traces of those modules in this one of which no parameter was used."""
     for name, child in module.named_children():
         if used & {id(p) for p in child.parameters()}:
-            yield from _not_called(child, f"{path}.{name}", used)
+            yield from _not_called(child, f"{path}.{name}", used, failed)
         elif type(child).forward is not nn.Module.forward and any(True for _ in child.children()):
-            yield from traces(child, f"{path}.{name}")
+            yield from traces(child, f"{path}.{name}", failed)
 
 
 def structure(module: nn.Module) -> Any:

@@ -19,13 +19,14 @@ from weightscope.anatomy.traced_rows import shared
 from weightscope.anatomy.tracing import Tracer
 from weightscope.errors import AnatomyError
 
-Reading = tuple[dict[str, list[Place]], set[str]]
+Reading = tuple[dict[str, list[Place]], set[str], dict[str, str]]
 _KINDS: dict[str, Callable[[ModuleTensors, Tracer, str], Iterator[Place]]] = {"attention": attentions, "mlp": mlps}
 _READ: dict[Any, Reading] = {}  # structure of a module -> what was read of it
 
 
 def read(tensors: ModuleTensors) -> Reading:
-    """The parts of each kind that run, or why they are not read; and the names of all parameters that were used.
+    """The parts of each kind that run, or why they are not read; the names of all parameters that were used; the errors
+    of modules that could not be run, by path.
 
     What was read of a module holds for others of the same structure.
     """
@@ -34,9 +35,9 @@ def read(tensors: ModuleTensors) -> Reading:
         if len(_READ) > 100:
             _READ.clear()
         _READ[key] = _read(tensors)
-    found, used = _READ[key]
+    found, used, failed = _READ[key]
     own = {kind: [_with(place, tensors) for place in places] for kind, places in found.items()}
-    return own, used
+    return own, used, failed
 
 
 def _with(place: Place, tensors: Any) -> Place:
@@ -46,7 +47,8 @@ def _with(place: Place, tensors: Any) -> Place:
 def _read(tensors: ModuleTensors) -> Reading:
     found: dict[str, dict[Any, Place]] = {kind: {} for kind in _KINDS}
     used: set[str] = set()
-    for path, tracer in traces(tensors.module):
+    failed: dict[str, str] = {}
+    for path, tracer in traces(tensors.module, "", failed):
         prefix = f"{path}." if path else ""
         used |= {prefix + tracer.names[n] for node in tracer.nodes if node is not None for n in node.parameters}
         masked = _takes_a_mask(tensors.module.get_submodule(path))
@@ -55,7 +57,7 @@ def _read(tensors: ModuleTensors) -> Reading:
                 if masked and isinstance(place.part, AttentionPart) and place.part.causal is False:
                     place = replace(place, part=replace(place.part, causal=None))
                 found[kind].setdefault(_identity(place), place)
-    return {kind: [_with(place, None) for place in places.values()] for kind, places in found.items()}, used
+    return {kind: [_with(place, None) for place in places.values()] for kind, places in found.items()}, used, failed
 
 
 def _takes_a_mask(module: nn.Module) -> bool:
@@ -93,20 +95,22 @@ def find_mlps(tensors: NamedTensors) -> Parts[MLPPart]:
 
 def _found(tensors: ModuleTensors, kind: str, named: Iterable[Place], shows: str) -> list[Place]:
     """The places of a kind in the model's order, and what has known names and is no such part, or never ran."""
-    found, used = read(tensors)
-    places = found[kind]
+    found, used, failed = read(tensors)
+    every = found[kind]
+    places = [place for place in every if place.part or place.why]
     seen = {slot.name for place in places if place.part for slot in place.part._weights.values()}
     for known in named:
         part = known.part
         own = {slot.name for slot in part._weights.values()} if part else set()
-        own = own or {f"{known.path}.{name}" for name in tensors.under(known.path)}
+        own = own or {f"{known.path}.{name}".lstrip(".") for name in tensors.under(known.path)}
         name = next(iter(part._weights.values())).name if part else known.name
         if not own & used and (path := _with_code(tensors, own)) is None:
             places.append(replace(known, name=name))
         elif not own & used:
-            why = f"(`{path}` could not be run on random inputs; give the model an attribute example_input_array)"
+            said = f": {failed[path]}" if path in failed else ""
+            why = f"(`{path}` could not be run on random inputs{said}; give the model an attribute example_input_array)"
             places.append(Place(known.path, None, why, name, sure=True, error=f"`{known.path}`: {why}"))
-        elif not own & seen and not any(place.path == known.path for place in places):
+        elif not own & seen and not any(place.path == known.path for place in every):
             places.append(Place(known.path, None, f"(its forward pass shows {shows})", name, sure=True))
     order = {name: i for i, name in enumerate(tensors.every)}
     return sorted(places, key=lambda place: order.get(place.name, len(order)))

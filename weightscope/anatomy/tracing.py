@@ -91,7 +91,8 @@ class Node:
     rows: int = 1  # channels of the output
     inner: int = 1  # numbers after the channel axis
     weight: Weight | None = None  # of a linear map of tokens
-    why: str = ""  # otherwise, what it is
+    patches: Weight | None = None  # of one that makes patches, which overlap, of each token
+    why: str = ""  # if it is no map of tokens, what it is
     inputs: Tensor | None = None  # (columns,) codes of the channels that it reads
     gain: Tensor | None = None  # (columns,) of these
     marks: frozenset[str] = frozenset()  # of what it reads
@@ -730,6 +731,7 @@ class Tracer(TorchDispatchMode):
         elif turned or groups > 1 or any(n > 1 for n in w.shape[2:]):
             sizes = " x ".join(map(str, w.shape[2:]))
             node.why = f"a convolution of {sizes} pixels" + (f" in {groups} groups" if groups > 1 else "")
+            node.patches = self._matrix(w.flatten(1).T) if turned and groups == 1 and self._is_weight(w) else None
         else:
             node.weight = self._matrix(w.flatten(1))
             node.why = "" if node.weight is not None else "its matrix is computed from parameters"
