@@ -232,10 +232,21 @@ def test_the_default_picture_of_matrices_is_of_group_means(tmp_path):
     found = weightscope.covariance(WeightArray(rows, spec))
     (image,) = found.plot().axes[0].images
     assert image.get_array().shape == (32, 32)
+    means = (rows / rows.std(axis=0))[:, :512].reshape(60, 32, 16).mean(axis=1)
+    np.testing.assert_allclose(np.asarray(image.get_array())[:16, :16], np.corrcoef(means.T), atol=1e-12)
     means = rows[:, :512].reshape(60, 32, 16).mean(axis=1)
+    (image,) = found.plot(kind="covariance").axes[0].images
     np.testing.assert_allclose(np.asarray(image.get_array())[:16, :16], np.cov(means.T), atol=1e-12)
+    assert found.groups(8)["a.mlp.fc1.weight"].max() == 3, "neighbours are one group where there is no room"
     (entries,) = found.plot(means=False).axes[0].images
     assert entries.get_array().shape[0] > 100
+    # Running statistics are left out unless selected; convolutions have a table, too.
+    spec = WeightSpec([TensorSpec("conv", (4, 2, 3, 3)), TensorSpec("bn.running_mean", (4,), "statistic")])
+    found = weightscope.covariance(WeightArray(rng.standard_normal((60, spec.size)), spec))
+    assert list(found.spec.names) == ["conv"]
+    expected = weightscope.statistics.mlps.stripes(found_rows := rng.standard_normal((60, 72)).reshape(60, 4, 2, 3, 3))
+    again = weightscope.covariance(WeightArray(found_rows.reshape(60, 72), found.spec))
+    assert again.stripes["conv"].row.value == pytest.approx(expected.row.value)
     # Without matrices, entries are drawn while they fit into the picture, then means over filters.
     filter_spec = WeightSpec([TensorSpec("filter", (3, 3))])
     filters = covariance_across(WeightArray(rng.standard_normal((64, 9)), filter_spec), stripes=False)

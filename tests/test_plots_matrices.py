@@ -79,7 +79,7 @@ def test_pooling_equals_the_mean_over_each_pair_of_groups(
     diagonal: Any, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(covariance, "_ROWS", rows)
-    missing = np.isin(np.arange(23), [3, 20, 21, 22])
+    missing, scale = np.isin(np.arange(23), [3, 20, 21, 22]), np.linspace(0.5, 2, 23)
     matrix = spd(23)
     matrix[missing] = matrix[:, missing] = np.nan
     edges, factor = covariance.cell_edges([(0, 8), (8, 9), (9, 23)], 9)
@@ -90,10 +90,10 @@ def test_pooling_equals_the_mean_over_each_pair_of_groups(
         (np.arange(23), edges),
         (np.argsort(labels, kind="stable"), np.append(0, np.cumsum(np.bincount(labels)))),
     ):
-        found = covariance.pool(matrix, order, ends, missing, diagonal)
+        found = covariance.pool(matrix, order, ends, missing, diagonal, scale)
         for a, b in np.ndindex(found.shape):
             values = [
-                matrix[i, j]
+                matrix[i, j] / scale[i] / scale[j]
                 for i in order[ends[a] : ends[a + 1]]
                 for j in order[ends[b] : ends[b + 1]]
                 if not (missing[i] or missing[j])
@@ -102,14 +102,21 @@ def test_pooling_equals_the_mean_over_each_pair_of_groups(
             assert found[a, b] == pytest.approx(np.mean(values) if values else np.nan, abs=1e-15, nan_ok=True)
 
 
-def test_single_coordinates_do_not_set_the_scale_of_group_means() -> None:
-    """A bias has the variance of one entry, 100 times that of the means of 100 entries."""
-    matrix, blocks = np.eye(208), {"fc1": slice(0, 200), "bias": slice(200, 208)}
-    groups = {"fc1": np.tile(np.arange(2), 100), "bias": np.arange(8)}
-    ax = plots.covariance_map(matrix, blocks, groups=groups)
-    assert ax.images[0].norm.vmax == pytest.approx(0.01)
-    single = plots.covariance_map(np.eye(8), {"bias": slice(0, 8)}, groups={"bias": np.arange(8)})
-    assert single.images[0].norm.vmax == 1
+def test_correlations_of_group_means_are_those_of_the_means_whatever_the_scales() -> None:
+    """Of a covariance matrix as of a correlation matrix; the colours are those off the diagonal."""
+    g = np.random.default_rng(6)
+    shared = g.standard_normal((500, 1, 2))
+    w = np.concatenate([(shared + g.standard_normal((500, 30, 2))).reshape(500, -1), 100 * -shared[:, 0]], axis=1)
+    blocks = {"fc1": slice(0, 60), "bias": slice(60, 62)}
+    groups = {"fc1": np.tile(np.arange(2), 30), "bias": np.arange(2)}
+    z = w / w.std(axis=0)
+    expected = np.corrcoef(np.column_stack([z[:, 0:60:2].mean(1), z[:, 1:60:2].mean(1), z[:, 60:]]).T)
+    for matrix in (np.cov(w.T), np.corrcoef(w.T)):
+        ax = plots.covariance_map(matrix, blocks, kind="correlation", groups=groups)
+        np.testing.assert_allclose(ax.images[0].get_array(), expected, atol=1e-9)
+        assert expected[0, 2] < -0.95
+    single = plots.covariance_map(np.array([[4, 0.2], [0.2, 1]]), {"b": slice(0, 2)}, groups={"b": np.arange(2)})
+    assert single.images[0].norm.vmax == 0.2, "variances do not set the scale"
 
 
 @pytest.mark.parametrize("diagonal", ["show", "mask"])
@@ -128,11 +135,11 @@ def test_groups_are_the_covariance_of_group_means(diagonal: str) -> None:
     if diagonal == "show":
         np.testing.assert_allclose(cells, np.cov(w.mean(axis=1).T), atol=1e-12)
         assert np.diagonal(cells).min() > 0 > different.max()
-        assert norm.vmax >= np.abs(cells).max(), "the main effect is within the colours"
+        assert norm.vmax < np.diagonal(cells).min(), "the variances of means do not set the scale"
         assert "covariances of group means" in label_of(ax)
     else:
         np.testing.assert_allclose(np.diagonal(cells), different, atol=1e-12)
-        assert "pairs of different coordinates" in label_of(ax)
+        assert "mean covariances of different coordinates" in label_of(ax)
     for wrong, message in (({"fc1": [0]}, "`fc1` is not a block"), ({"fc2": [0]}, "`fc2` has 48 coordinates")):
         with pytest.raises(UsageError, match=message):
             plots.covariance_map(matrix, blocks, groups=wrong)

@@ -53,7 +53,7 @@ class PopulationCovariance(Result):
     # `precision`, `folded_norms`, `constant` (coordinates without variance; their correlations are NaN), `rank_bound`,
     # and `without_stripes` and `without_transposed` (tensor -> reason) where these could not be computed
     diagnostics: dict[str, Any]
-    stripes: dict[str, StripeResult] = field(default_factory=dict)  # by tensor with two axes
+    stripes: dict[str, StripeResult] = field(default_factory=dict)  # by tensor with at least two axes
     # name of an MLP of which both matrices were selected -> the mean correlation of W1[i, j] with W2[j, i]
     transposed: dict[str, TransposedCorrelation] = field(default_factory=dict)
     columns: ClassVar = {
@@ -94,7 +94,7 @@ class PopulationCovariance(Result):
     def notes(self) -> list[str]:
         out = []
         if self.stripes:
-            out.append("column means: over outputs, one per input; row means: over inputs, one per output")
+            out.append("column means: over outputs, one per input (and pixel); row means: over these, one per output")
         for name, x in self.transposed.items():
             ends = f"{x.value:+.4f} ({x.ci95[0]:+.4f} to {x.ci95[1]:+.4f})"
             out.append(f"mean correlation of fc1[i, j] with fc2[j, i] of {name} over networks: {ends}")
@@ -117,26 +117,30 @@ class PopulationCovariance(Result):
         blocks = {name: [part.start, part.stop] for name, part in self.blocks.items()}
         return out | {"blocks": blocks, "stripes": stripes, "transposed": transposed}
 
-    def plot(self, path: str | Path | None = None, *, means: bool | None = None) -> "Figure":
-        """Draw the matrix, its blocks ruled off (MLP paper, Fig. 1), or the covariance of group means.
+    def plot(self, path: str | Path | None = None, *, means: bool | None = None, kind: Kind | None = None) -> "Figure":
+        """Draw the matrix, its blocks ruled off (MLP paper, Fig. 1), or that of group means.
 
         Means over hidden units show stripes that the noise of single entries hides; by default they are drawn where
-        stripe ratios were computed, or single entries do not fit into the picture. The file (.png, .pdf, .svg) is
-        written if there is a path.
+        stripe ratios were computed, or single entries do not fit into the picture. Several tensors are drawn as
+        correlations unless `kind` says otherwise, since their variances differ. The file (.png, .pdf, .svg) is written
+        if there is a path.
         """
         from weightscope import plots
 
         if means is None:
             means = bool(self.stripes) or self.spec.size > plots.covariance.CELLS
-        title = f"{self.kind.capitalize()}{' of group means' if means else ''} over {self.networks()}"
-        groups = self.groups() if means else None
-        axes = plots.covariance_map(self.matrix, self.blocks, kind=self.kind, title=title, groups=groups)
-        return plots.finished(axes, path)
+        kind = kind or ("correlation" if len(self.spec) > 1 else self.kind)
+        title = f"{kind.capitalize()}{' of group means' if means else ''} over {self.networks()}"
+        groups = self.groups(plots.covariance.CELLS) if means else None
+        return plots.finished(
+            plots.covariance_map(self.matrix, self.blocks, kind=kind, title=title, groups=groups), path
+        )
 
-    def groups(self) -> dict[str, np.ndarray]:
+    def groups(self, most: int) -> dict[str, np.ndarray]:
         """For `plots.covariance_map`: the entries of each matrix that differ in the hidden unit alone.
 
         A vector's entries are groups of their own; the filters of a convolution are one group for each output channel.
+        If there were more than `most` groups, neighbours in large tensors are one group.
         """
         out = {}
         for tensor in self.spec.tensors:
@@ -146,6 +150,10 @@ class PopulationCovariance(Result):
             elif tensor.size:
                 units = axes[0] if len(axes) > 2 else tensor.size
                 out[tensor.name] = np.repeat(np.arange(units), tensor.size // units)
+        counts = {name: int(each.max()) + 1 for name, each in out.items()}
+        if sum(counts.values()) > most:
+            share = max(1, most // len(counts))
+            out = {name: each // -(-counts[name] // share) for name, each in out.items()}
         return out
 
     def save_matrix(self, path: str | Path) -> None:
@@ -181,12 +189,13 @@ def covariance_across(
 
     C = sum over networks of (w - mean)(w - mean)^T / (n - 1), in one pass over the data; memory is one D' x D' matrix
     and a few blocks of rows, independent of N. Diverged networks and non-finite rows are left out and counted in the
-    result. Of tensors with two axes, a second pass gives stripe ratios, and the correlation of fc1 and fc2 of MLPs.
+    result. Of matrices and
+    convolutions, a second pass gives stripe ratios, and the correlation of fc1 and fc2 of MLPs.
 
     Args:
         source: a population, its path, or a `WeightArray(weights, spec)`.
         select: patterns as in `WeightSpec.select`; "auto" for the MLP matrices (`*.mlp.fc?.weight`) of a network that
-            has them and all tensors of another one; None for computed coordinates only.
+            has them, and for all tensors but the running statistics of another one; None for computed coordinates only.
         kind: `"covariance"` or `"correlation"`.
         computed: further coordinates: name -> function of the tensors of n networks, name -> (n, *shape), that returns
             (n, ...), such as the central pixels of filters (thesis Fig. 3.40). All tensors are read then.
@@ -223,7 +232,7 @@ def covariance_across(
     if (snapshot := getattr(source, "snapshot", None)) is not None:
         diagnostics["at"] = f"{source.unit} {snapshot}"  # type: ignore[attr-defined]
     result = PopulationCovariance(matrix, entries.mean, entries.n, found.excluded, coordinates.spec, kind, diagnostics)
-    matrices = [t.name for t in coordinates.tensors if len(t.shape) == 2] if stripes else []
+    matrices = [t.name for t in coordinates.tensors if stripes and len(t.shape) > 1 and 1 < t.shape[0] < t.size]
     if matrices:
         _add_statistics(result, _Terms(coordinates.spec, matrices, entries), total)
     return result
@@ -235,7 +244,8 @@ def _coordinates(
     """The opened source, and what is computed of each of its networks."""
     source = opened(source)
     if select == "auto":
-        select = _MLP if any(fnmatchcase(name, _MLP) for name in source.spec.names) else "*"
+        mlps = any(fnmatchcase(name, _MLP) for name in source.spec.names)
+        select = _MLP if mlps else [t.name for t in source.spec.tensors if t.role != "statistic"]
     coordinates = Coordinates(source.spec, select, computed=computed or {}, fold_norms=fold_norms)
     if not coordinates.spec.size:
         raise UsageError("select: nothing to compute; expected tensors or computed coordinates, found neither")
@@ -289,7 +299,8 @@ class _Terms:
         out = [np.empty((0, 4 * len(self.matrices) + len(self.pairs)))]
         for block in blocks:
             tensors = self.spec.unpack(block[finite_rows(block)] - self.mean)
-            columns = [stripe_terms(np.ascontiguousarray(tensors[name])) for name in self.matrices]
+            flat = [tensors[name].reshape(*tensors[name].shape[:2], -1) for name in self.matrices]
+            columns = [stripe_terms(np.ascontiguousarray(each)) for each in flat]
             pairs = [
                 transposed_terms(tensors[a], tensors[b], self.scales[a], self.scales[b])[0]
                 for a, b in self.pairs.values()

@@ -152,7 +152,9 @@ _TABLE: Mapping[str, Sequence[str]] = {
     help="For a population: a further coordinate, a function of the tensors of n networks; repeatable.",
 )
 @choice_option(
-    "--kind", "covariance correlation", "For a population: covariances or correlations.  [default: covariance]"
+    "--kind",
+    "covariance correlation",
+    "For a population: covariances or correlations.  [default: covariances, of several tensors drawn as correlations]",
 )
 @click.option("--fold-norms", is_flag=True, help="For a population: fold each normalisation's gain into the next map.")
 @click.option(
@@ -244,7 +246,8 @@ def covariance(
     else:
         chosen = "within networks"
     refuse_others(given, _TABLE[chosen], chosen)
-    matrix, drawing = given.pop("matrix", None), {k: given.pop(k) for k in ("means", "picture") if k in given}
+    matrix, kind = given.pop("matrix", None), {k: given[k] for k in ("kind",) if k in given}
+    drawing = kind | {k: given.pop(k) for k in ("means", "picture") if k in given}
     found = _covariance(chosen, opened, workers, given)
     _show(found, out if hasattr(found, "plot") else None, json_file, **drawing)
     if matrix is not None:

@@ -31,20 +31,21 @@ def covariance_map(
 ) -> Axes:
     """A joint covariance or correlation matrix with its blocks marked and named (MLP paper, Fig. 1; thesis, Fig. 3.39).
 
-    Variances are much larger than covariances, so the colour scale ends at the 99 % quantile of the off-diagonal
-    absolute values, rounded up to two digits and printed at the colour bar; zero is white. A matrix with more than
-    `cells` coordinates is averaged over cells that do not cross block borders (see `pool`); cells on the diagonal then
-    show the mean variance. All cells are drawn in one size. Constant coordinates, whose correlations are NaN, are grey.
+    `kind` is what is drawn: correlations of a covariance matrix, too. Variances are much larger than covariances, so
+    the colour scale ends at a quantile of the off-diagonal absolute values (99 %, of means 99.9 %), rounded up to two
+    digits and printed at the colour bar; zero is white. A matrix with more than `cells` coordinates is averaged over
+    cells that do not cross block borders (see `pool`); cells on the diagonal then show the mean variance. All cells are
+    drawn in one size. Coordinates without variance have no correlations and are grey.
 
-    With `groups`, the picture is the covariance matrix of the groups' means, such as the means of a matrix's columns: a
-    cell is the mean over all pairs of coordinates from two groups, and the diagonal holds the variances of the means,
-    v / p for p independent entries of variance v. Averaging hundreds of entries reveals stripes far below the noise of
-    single covariances (1/sqrt(N) as correlations); the colours then hold all means of several coordinates.
+    With `groups`, the picture is the covariance or correlation matrix of the groups' means, such as the means of a
+    matrix's columns; for correlations, entries are first divided by their standard deviations. Averaging hundreds of
+    entries reveals structure far below the noise of single covariances (1/sqrt(N) as correlations).
 
     `blocks` are the coordinates of each tensor, which together cover 0 to D without overlap, and `groups` the group of
     each coordinate of a tensor: `np.tile(np.arange(n), p)` for the columns of W (p, n), `np.repeat(np.arange(p), n)`
     for its rows; a tensor that is not listed is one group. A diagonal of `"mask"` leaves the variances of single
-    coordinates out: it is white or, when averaging, the mean over pairs of different coordinates.
+    coordinates out: it is white or, when averaging, the mean over pairs of different coordinates. With groups, all
+    cells are then such means, and set the colours.
 
     Example:
         >>> found = covariance(population, "*.mlp.fc?.weight")
@@ -54,23 +55,26 @@ def covariance_map(
         raise UsageError(f"expected kind covariance or correlation and diagonal show or mask, found {kind}, {diagonal}")
     array = checked_square(matrix, f"{kind} matrix")
     names, bounds = _bounds(blocks, len(array))
-    constant = np.isnan(np.diagonal(array)) if kind == "correlation" else np.zeros(len(array), dtype=bool)
+    variances = np.diagonal(array)
+    constant = np.isnan(variances) | (variances <= 0) if kind == "correlation" else np.zeros(len(array), dtype=bool)
+    scale = np.sqrt(np.where(constant, 1.0, variances)) if kind == "correlation" else np.ones(len(array))
     own: _Diagonal = "others" if diagonal == "mask" else "variances" if groups is None else "all"
     if groups is None:
         order, (edges, factor) = np.arange(len(array)), cell_edges(bounds, cells)
-        quantile, where = 0.99, "off-diagonal values"
     else:
-        (order, edges), factor, quantile, where = _grouped(names, bounds, groups), 1, 1.0, "cells"
-    pooled = pool(array, order, edges, constant, own)
+        (order, edges), factor = _grouped(names, bounds, groups), 1
+    pairs = groups is not None and diagonal == "mask"  # whose diagonal is one of the findings
+    pooled = pool(array, order, edges, constant, own, scale)
+    if groups is not None and kind == "correlation" and not pairs:
+        sizes = np.sqrt(np.diagonal(pooled))
+        pooled /= np.outer(sizes, sizes)
     counted = np.add.reduceat((~constant[order]).astype(int), edges[:-1])
-    finite, apart = np.isfinite(pooled), np.eye(len(pooled), dtype=bool) & (groups is None)
+    finite, apart = np.isfinite(pooled), np.eye(len(pooled), dtype=bool) & (not pairs)
     empty = np.eye(len(counted), dtype=bool) & (counted == 1)  # a single coordinate has no off-diagonal entries
     if not (finite | empty | (np.outer(counted, counted) == 0)).all():
         raise DataError(f"{kind} matrix: expected finite entries, found others; leave out networks that diverged")
-    scaled, several = finite & ~apart, np.diff(edges) > 1
-    if groups is not None and 0 < several.sum() < len(several):  # variances of single coordinates are much larger
-        scaled, where = scaled & np.outer(several, several), "means"
-    limit = theme.colour_limit(pooled[scaled], quantile, pooled[finite])
+    quantile, where = (1.0, "cells") if pairs else (0.99 if groups is None else 0.999, "off-diagonal values")
+    limit = theme.colour_limit(pooled[finite & ~apart], quantile, pooled[finite])
 
     canvas, ax = theme.canvas(ax, _SIDE + 3.2, _SIDE + 1.4)
     side, size = _SIDE if canvas.owned else 0.82 * canvas.width, len(pooled)
@@ -84,9 +88,8 @@ def covariance_map(
     remark = _label_blocks(ax, side, names, np.searchsorted(edges, [0, *(stop for _, stop in bounds)]))
     text = f"{len(array):,} coordinates"
     if groups is not None:
-        pairs = "group means" if diagonal == "show" else "pairs of different coordinates"
-        pairs = "standardised " * (kind == "correlation") + pairs
-        text += f" in {size:,} groups; cells are covariances of {pairs}"
+        text += f" in {size:,} groups; cells are "
+        text += f"mean {kind}s of different coordinates" if pairs else f"{kind}s of group means"
     elif factor > 1:
         text += f"; each cell is a mean over {factor} × {factor}"
     if (many := int(constant.sum())) > 0:
@@ -128,7 +131,7 @@ def _label_blocks(ax: Axes, side: float, names: list[str], borders: np.ndarray) 
     for at in borders[1:-1]:
         if at - drawn >= _CLEAR * size:  # lines next to one another would cover what is between
             for line in (ax.axhline, ax.axvline):
-                line(at, color=theme.INK, lw=0.5, gid="border")
+                line(at, color=theme.INK, lw=0.5 if len(names) <= 20 else 0.2, gid="border")
             drawn = at
     centres, gap = (borders[1:] + borders[:-1]) / 2, size * 1.35 * SMALL / (72 * side)
     for i in np.argsort(-np.diff(borders), kind="stable"):
@@ -158,7 +161,12 @@ def cell_edges(bounds: Sequence[tuple[int, int]], most: int) -> tuple[np.ndarray
 
 
 def pool(
-    matrix: np.ndarray, order: np.ndarray, edges: np.ndarray, missing: np.ndarray, diagonal: _Diagonal
+    matrix: np.ndarray,
+    order: np.ndarray,
+    edges: np.ndarray,
+    missing: np.ndarray,
+    diagonal: _Diagonal,
+    scale: np.ndarray,
 ) -> np.ndarray:
     """Average a symmetric matrix (D, D) over pairs of groups of coordinates; NaN where a pair has no valid entry.
 
@@ -166,7 +174,8 @@ def pool(
     hence unbiased, while the maximum of f x f noisy entries grows with f and suggests structure in pure noise.
 
     `order` (D,) are the coordinates sorted by group, `edges` (c + 1,) the groups' first places in it and D, `missing`
-    (D,) coordinates to ignore, and `diagonal` what the cell of a group with itself averages.
+    (D,) coordinates to ignore, `diagonal` what the cell of a group with itself averages, and `scale` (D,) the units in
+    which coordinates are averaged.
     """
     starts, index = edges[:-1], np.arange(len(edges) - 1)
     group = np.empty(len(order), dtype=np.intp)
@@ -174,11 +183,12 @@ def pool(
     sums = np.zeros((len(starts), len(starts)))
     for first in range(0, len(matrix), _ROWS):
         rows = np.asarray(matrix[first : first + _ROWS], dtype=np.float64)
-        rows = np.where(missing[first : first + _ROWS, None] | missing, 0.0, rows)
+        rows = np.where(missing[first : first + _ROWS, None] | missing, 0.0, rows / scale)
+        rows /= scale[first : first + _ROWS, None]
         np.add.at(sums, group[first : first + _ROWS], np.add.reduceat(rows[:, order], starts, axis=1))
     counted = np.add.reduceat((~missing[order]).astype(np.float64), starts)
     counts = np.outer(counted, counted)
-    own = np.add.reduceat(np.where(missing, 0.0, np.diagonal(matrix))[order], starts)
+    own = np.add.reduceat(np.where(missing, 0.0, np.diagonal(matrix) / scale**2)[order], starts)
     if diagonal == "variances":
         sums[index, index], counts[index, index] = own, counted
     elif diagonal == "others":
