@@ -49,12 +49,15 @@ def inspect(
         return population_contents(source.path)
     if is_population(source):
         return population_contents(source)  # type: ignore[arg-type]
+    from torch import nn
+
     from weightscope.anatomy import inventory, named_tensors, unreadable  # torch, which a population does not need
     from weightscope.checkpoint import Checkpoint
 
     member = population_member(source)
     opened = source if member is None else Population(member[0], partial=True).opened(member[1])
     checkpoint = opened if isinstance(opened, Checkpoint) else Checkpoint(opened)
+    model = opened if isinstance(opened, nn.Module) else checkpoint
     if ARTIFACT_KEY in checkpoint.metadata:
         from weightscope.fits import load_artifact
 
@@ -63,7 +66,7 @@ def inspect(
     rows = [(n, checkpoint.shape(n), str(checkpoint.dtype(n)).removeprefix("torch.")) for n in names]
     groups = _groups(WeightSpec(TensorSpec(n, tuple(shape)) for n, shape, kind in rows if "float" in kind))
     facts = dict(checkpoint.skipped), dict(checkpoint.config)
-    label, tensors = str(source if member else checkpoint.source), named_tensors(checkpoint, config)
+    label, tensors = str(source if member else checkpoint.source), named_tensors(model, config)
     return CheckpointContents(label, tuple(rows), *facts, inventory(tensors), unreadable(tensors), groups)
 
 

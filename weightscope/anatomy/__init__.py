@@ -10,7 +10,6 @@ lazily. If it has no such part, `AnatomyError` lists the parts that it has.
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from typing import Any, TypeVar
 
 from weightscope._util.checks import chosen, flag
@@ -75,11 +74,7 @@ FINDERS: dict[str, Callable[[NamedTensors], Parts[Any]]] = {
     "state-space layers": _ssm.find,
 }
 """Kind of parts -> the function that finds them; see `parts_of`."""
-_ALIKE: dict[str, Callable[[NamedTensors, list[Any]], tuple[str, ...]]] = {
-    "attention modules": partial(unread_matrices, owner=_attention.owner),
-    "depthwise convolutions": _convolution.unparsed,
-    "MLPs": partial(unread_matrices, owner=_mlp.owner),
-}
+_OWNERS: dict[str, Callable[[str], str | None]] = {"attention modules": _attention.owner, "MLPs": _mlp.owner}
 
 
 def inventory(model: Model, config: Mapping[str, Any] | None = None) -> dict[str, int]:
@@ -95,8 +90,8 @@ def inventory(model: Model, config: Mapping[str, Any] | None = None) -> dict[str
 
 def _unread(kind: str, tensors: NamedTensors, parts: Parts[Any]) -> tuple[Unread, ...]:
     """What cannot be read: parts found by their place, and what resembles one by names and shapes alone."""
-    names = _ALIKE[kind](tensors, parts) if kind in _ALIKE else ()
-    if isinstance(tensors, ModuleTensors) and kind in ("attention modules", "MLPs") and names:
+    names = unread_matrices(tensors, parts, _OWNERS[kind]) if kind in _OWNERS else ()
+    if isinstance(tensors, ModuleTensors) and names:
         ran = read(tensors)[1]  # which the forward pass tells about
         names = tuple(name for name in names if name not in ran)
     inside = tuple(f"{unread.path}." for unread in parts.unread if unread.path)

@@ -137,8 +137,6 @@ class _Reader:
                 )
         try:
             if pair:
-                if rows % 2:
-                    raise AnatomyError(f"{rows} rows are not as many keys as values")
                 return None, slice(0, rows // 2), slice(rows // 2, rows)
             return LAYOUTS[layout](rows, inner, heads)
         except AnatomyError as error:
@@ -160,15 +158,11 @@ class _Reader:
             heads = units // each if each else None
         if own and table != "q_norm" and heads not in (None, own):
             raise AnatomyError(f"`{path}`: expected {own} as of `{table}`, found {heads} heads; leave --heads out")
-        heads = own if heads is None else heads
-        if heads is None:
+        heads = heads or own
+        if not heads:
             raise AnatomyError(
                 f"`{path}`: found {units} query rows, and no attribute or config with the number of heads of this part "
                 f"of width {width}; pass config={{'num_attention_heads': H}}, or --heads H (--heads PART=H,PART=H)"
-            )
-        if heads <= 0 or inner % heads:
-            raise AnatomyError(
-                f"`{path}`: {heads} heads do not divide the projections: o {inner} columns; check the number of heads"
             )
         self.scopes[path] = scope if own is None else None
         return int(heads)
@@ -362,7 +356,7 @@ def _head_sizes(path: str, sizes: dict[str, tuple[int, int]], heads: int) -> tup
     """(key heads, width of a head's keys, of its values), checked against the shape of every projection."""
     (q, width), (keys, _), (rows, _), (inner, out) = (sizes[part] for part in "qkvo")
     k = q // heads
-    kv_heads = keys // k if k else 0
+    kv_heads = keys // k if k > 0 else 0
     good = heads * k == q and kv_heads and kv_heads * k == keys and heads % kv_heads == 0
     values = rows // kv_heads if good else 0
     if not good or values * kv_heads != rows or values * heads != inner:

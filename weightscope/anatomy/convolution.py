@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from weightscope._util.names import joined
-from weightscope.anatomy.tensors import NamedTensors, OneTensor, Parts, Place, Slot, in_layers, unread
+from weightscope.anatomy.tensors import NamedTensors, OneTensor, Parts, Place, Slot, Unread, in_layers
 
 # The stem of a network for grayscale images has the shape of a depthwise convolution. A file does not tell them apart,
 # so the first tensor of such a name is taken for the stem, unless another convolution reads colour images; and without
@@ -55,7 +55,7 @@ def find(tensors: NamedTensors) -> Parts[DepthwisePart]:
     """All depthwise convolutions, in depth order."""
     seen: set[Any] = set()
     (stem, unknown), rows = _stem(tensors), list[tuple[int, Place]]()
-    stage, last = -1, None
+    stage, last, more = -1, None, list[Unread]()
     widths: dict[str, set[int]] = {}  # path -> sizes of the vectors of the modules directly under it
     for name, shape in ((name, tensors.shape(name)) for name in tensors.names):
         if len(shape) == 1:
@@ -68,10 +68,10 @@ def find(tensors: NamedTensors) -> Parts[DepthwisePart]:
         fits = not bad and _fits(tensors, name, stem)
         alike = len(shape) - 2 if fits or (bad and _is_shape(shape, name)) else 0
         ndim = alike if fits else good.get(_template(name), alike)
-        # Where other blocks have depthwise filters there may be a 1 x 1 convolution, which has no pixels.
-        if not fits and not bad and tensors.own(path, "groups") is not None:
-            continue  # another convolution, as its module says
-        if not ndim or (not fits and not bad and len(shape) == ndim + 2 and all(n == 1 for n in shape[2:])):
+        # Another convolution, as its module says; one of 1 x 1 where others have depthwise filters.
+        other = tensors.own(path, "groups") is not None or (len(shape) == ndim + 2 and all(n == 1 for n in shape[2:]))
+        if not ndim or (not fits and not bad and other):
+            more += [Unread(name, str(shape))] * (not bad and _alike(tensors, name))
             continue
         if fits and not bad and tensors.own(path, "groups") is None:
             own = {tensors.shape(n)[0] for n in (f"{path}.bias",) if len(tensors.known_shape(n)) == 1 and n in tensors}
@@ -95,7 +95,7 @@ def find(tensors: NamedTensors) -> Parts[DepthwisePart]:
     found = {ndim: in_layers((place for n, place in rows if n == ndim), tensors) for ndim in (1, 2)}
     numbered = {part.name: replace(part, depth=found[part.ndim].layers) for ndim in found for part in found[ndim]}
     out = Parts(numbered[place.path] for _, place in rows if place.part is not None)
-    out.unread, out.layers = found[1].unread + found[2].unread, found[1].layers + found[2].layers
+    out.unread, out.layers = (*found[1].unread, *found[2].unread, *more), found[1].layers + found[2].layers
     return out
 
 
@@ -147,12 +147,8 @@ def strides(tensors: NamedTensors, path: str) -> tuple[int, ...] | None:
     return tuple(stride) if isinstance(stride, (tuple, list, torch.Size)) else None
 
 
-def unparsed(tensors: NamedTensors, parts: Sequence[DepthwisePart]) -> tuple[str, ...]:
-    """Unread filters (C, 1, k, k, k) or (C, 1, 0, 0), of weight normalisation, or named `dwconv` or `depthwise`."""
-    return tuple(name for name in unread(tensors, parts) if _alike(tensors, name))
-
-
 def _alike(tensors: NamedTensors, name: str) -> bool:
+    """Whether filters are (C, 1, k, k, k), (C, 1, 0, 0), of weight normalisation, or named `dwconv` or `depthwise`."""
     shape = tensors.shape(name)
     if len(shape) < 3 or all(n == 1 for n in shape[2:]):
         return False

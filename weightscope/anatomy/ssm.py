@@ -69,12 +69,9 @@ def find(tensors: NamedTensors) -> Parts[SSMPart]:
 
     found = places(tensors, {version: tuple(names) for version, names in _NAMES.items()}, build)
     known = {place.path for place in found}
-    for name in tensors.names:
-        path = name.removesuffix("A_log").removesuffix(".")
-        if name.endswith("A_log") and path not in known:
-            mine = min(_NAMES.values(), key=lambda keys: sum(f"{path}.{k}".lstrip(".") not in tensors for k in keys))
-            missing = ", ".join(f"`{path}.{k}`" for k in mine if f"{path}.{k}".lstrip(".") not in tensors)
-            why = f"`{name}` belongs to a Mamba layer, but {missing} is missing"
+    for name in (name for name in tensors.names if name.endswith("A_log")):
+        if (path := name.removesuffix("A_log").removesuffix(".")) not in known:
+            why = f"`{name}`: expected the other tensors of a Mamba layer beside it, found others or none"
             found.append(Place(path, None, f"({why})", name, error=why))
     return in_layers(found, tensors)
 

@@ -576,23 +576,14 @@ def _gap(one: str, other: str) -> list[tuple[str, str]] | None:
     return [(block, ".".join([block, *a[i + 1 :]])) for block in blocks]
 
 
-def unread(tensors: NamedTensors, parts: Iterable[Any]) -> list[str]:
-    """The names of the tensors that belong to none of some parts."""
-    done = set()
-    for part in parts:
-        names = part.parameters
-        names = [n for some in names.values() for n in some] if isinstance(names, Mapping) else names
-        done |= {tensors.identity(name) for name in names}
-    return [name for name in tensors.names if tensors.identity(name) not in done]
-
-
 def unread_matrices(tensors: NamedTensors, parts: Sequence[Any], owner: Callable[[str], str | None]) -> tuple[str, ...]:
     """The matrices of modules that have at least two of them and contain no part; in the order of the model.
 
     `owner` maps a tensor to the path of the module that looks like a part, or None.
     """
+    done = {tensors.identity(slot.name) for part in parts for slot in part._weights.values()}
     modules: dict[str, list[str]] = {}
-    for name in unread(tensors, parts):
+    for name in (name for name in tensors.names if tensors.identity(name) not in done):
         shape = tensors.shape(name)
         stack = len(shape) == 3 and min(shape[1:]) > 1  # of matrices (experts)
         matrix = len(shape) >= 2 and min(shape[:2]) > 1 and all(n == 1 for n in shape[2:])  # or a 1 x 1 convolution

@@ -23,9 +23,6 @@ SAFETENSORS_TYPES |= {"F8_E5M2": torch.float8_e5m2, "F8_E5M2FNUZ": torch.float8_
 WEIGHTS = {dtype for dtype in SAFETENSORS_TYPES.values() if dtype.is_floating_point}
 _LONGEST_NAME = 4096  # characters
 
-# Hints that the finders of anatomy ask for; a module keeps them as attributes where a file has them in its config.
-_HINTS = ("num_heads", "num_attention_heads", "n_heads", "nhead", "num_key_value_heads")
-
 
 @dataclass(frozen=True)
 class FileCheck:
@@ -123,7 +120,7 @@ def open_module(module: nn.Module) -> Store:
     config: Any = getattr(module, "config", None)
     if hasattr(config, "to_dict"):
         config = config.to_dict()
-    store.config = dict(config if isinstance(config, Mapping) else _hints(module))
+    store.config = dict(config) if isinstance(config, Mapping) else {}
     return store
 
 
@@ -281,13 +278,6 @@ def _owner(name: str, skipped: Mapping[str, str]) -> str | None:
     while path and path not in skipped:  # bitsandbytes: fc.weight.absmax belongs to fc.weight
         path = path.rpartition(".")[0]
     return path or None
-
-
-def _hints(module: nn.Module) -> Iterator[tuple[str, int]]:
-    for key in _HINTS:
-        found = {v for m in module.modules() if type(v := getattr(m, key, None)) is int}
-        if len(found) == 1:  # where layers differ, one number would be wrong for some
-            yield key, found.pop()
 
 
 def _width(dtype: torch.dtype, wide: bool) -> torch.dtype:
