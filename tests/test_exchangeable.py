@@ -170,7 +170,9 @@ def test_a_planted_correlation_across_layers_is_found_and_drawn() -> None:
     assert {again.a, again.b} == {"blocks.0.fc2", "blocks.1.fc2"}
     assert abs(again.correlation + 0.6) < 0.05
     found.__dict__["_pairs"] = [replace(first, z=-np.inf)]
-    assert "no spread over networks" in found.text().splitlines()[-1], "not an infinite number of standard errors"
+    assert "no spread over networks" in found.text().splitlines()[-1], "not p = 0"
+    found.__dict__["_pairs"] = [replace(first, p=8.6e-205)]
+    assert "  < 0.001  " in found.text().splitlines()[-1]
 
 
 def test_a_diagonal_that_goes_with_a_bias_is_found() -> None:

@@ -68,7 +68,7 @@ class ExchangeableCovariance(Result):
     def rows(self) -> list[dict[str, Any]]:
         return [
             {"groups": " x ".join(pair.groups), "a": pair.a, "b": pair.b, "correlation": pair.correlation}
-            | {"low": pair.ci95[0], "high": pair.ci95[1], "z": pair.z, "p": pair.p, "in words": self.words(pair)}
+            | {"low": pair.ci95[0], "high": pair.ci95[1], "p": pair.p, "in words": self.words(pair)}
             for pair in self._pairs
         ]
 
@@ -96,14 +96,18 @@ class ExchangeableCovariance(Result):
         if not shown:
             none = "no pair of tensors is correlated (p < 0.05, adjusted for the number of pairs)"
             return "\n".join([*lines, "", none])
-        lines += ["", f"correlated pairs (p < 0.05, adjusted for {len(self._pairs)} pairs), by standard errors (z):"]
+        lines += [
+            "",
+            f"correlated pairs (p < 0.05, adjusted for {len(self._pairs)} pairs), the surest first",
+            "interval: 95 %, over networks; of several variables the correlation is the largest canonical one, which",
+            "chance increases, and its interval, from the number of samples, is conservative",
+        ]
         pairs = []
         for pair in shown:
             r, (low, high) = pair.correlation, pair.ci95
             value, words = (f"{r:+.3f}", "") if pair.signed else (f"{r:.3f}", " (canonical)")
-            errors = f"{pair.z:+.1f}" if math.isfinite(pair.z) else "no spread over networks"
-            pairs.append((value, f"{low:+.3f} to {high:+.3f}", errors, self.words(pair) + words))
-        lines.append(text_table(("correlation", "95 % interval", "z", "pair"), pairs, left=(3,)))
+            pairs.append((value, f"{low:+.3f} to {high:+.3f}", p_floor(pair), self.words(pair) + words))
+        lines.append(text_table(("correlation", "95 % interval", "p", "pair"), pairs, left=(3,)))
         return "\n".join(lines)
 
     def words(self, pair: Pair) -> str:
@@ -132,7 +136,7 @@ class ExchangeableCovariance(Result):
             | {"tensors": [[view.name, view.multiplicity] for view in t.kind.views]}
             for t in self.types
         ]
-        pairs = [asdict(pair) | {"z": finite_or_none(pair.z)} for pair in self._pairs]
+        pairs = [asdict(pair) | {"z": finite_or_none(pair.z) if pair.signed else None} for pair in self._pairs]
         effects = [asdict(effect) for effect in self.index_effects]
         counts = {"networks": self.n, "excluded": self.excluded, "constant": self.constant}
         return counts | {"covariances": covariances, "pairs": pairs, "index_effects": effects}
@@ -235,6 +239,13 @@ def _one_network(source: Any) -> WeightArray:
     chosen = {name: x.detach().double().cpu().numpy() for name, x in read.items() if x.is_floating_point()}
     spec = WeightSpec(TensorSpec(name, tuple(value.shape)) for name, value in chosen.items())
     return WeightArray(spec.pack(chosen, dtype=float)[None], spec)
+
+
+def p_floor(pair: Pair) -> str:
+    """The p-value of a pair, at least 0.001: farther in the tails the distribution is an assumption."""
+    if not math.isfinite(pair.z):
+        return "no spread over networks"
+    return f"{pair.p:.1g}" if pair.p >= 1e-3 else "< 0.001"
 
 
 def _split(view: View, groups: Sequence[str]) -> tuple[str, str]:

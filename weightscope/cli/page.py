@@ -16,7 +16,7 @@ import numpy as np
 
 from weightscope import plots
 from weightscope._util import atomic
-from weightscope.analysis.exchangeable import ExchangeableCovariance, covariance_exchangeable, emergence
+from weightscope.analysis.exchangeable import ExchangeableCovariance, covariance_exchangeable, emergence, p_floor
 from weightscope.data.metrics import PER_EPOCH, at_end, metric_named
 from weightscope.errors import AnatomyError, UsageError
 from weightscope.population import Population
@@ -90,14 +90,13 @@ def population_sections(population: Population, found: ExchangeableCovariance | 
     if population.snapshot is not None:
         text.append(f"The weights are those after {population.unit} {population.snapshot}; the metrics are final.")
     sure = [pair for pair in found.pairs() if pair.p < 0.05]
-    heads = ["pair", "correlation", "95 % interval", "standard errors", "p"]
+    heads = ["pair", "correlation", "95 % interval", "p"]
     rows = [
         [
             found.words(pair) + ("" if pair.signed else " (largest canonical)"),
             _signed(pair.correlation),
             f"{_signed(pair.ci95[0])} to {_signed(pair.ci95[1])}",
-            _signed(pair.z, 0) if math.isfinite(pair.z) else "–",
-            f"{pair.p:.1g}".replace("-", "−"),
+            p_floor(pair),
         ]
         for pair in sure[:_PAIRS]
     ]

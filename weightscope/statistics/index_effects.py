@@ -42,7 +42,7 @@ def described(effects: Sequence[IndexEffect], level: float = 0.05) -> str:
         tested = f"permutation test of {effects[0].networks:,} networks, p >= {level:g}"
         return f"exchangeable by distribution: no effect of the index in {number} ({tested})"
     shown = [
-        f"{e.group} ({e.largest}: F = {e.f:.1f}, chance {e.chance:.1f}, p = {e.p:.2g}; "
+        f"{e.group} ({e.largest}: F = {e.f:.1f}, chance {e.chance:.1f}, p <= {e.p:.2g}; "
         f"{len(e.beyond)} means and variances beyond chance)"
         for e in failing
     ]
