@@ -291,7 +291,10 @@ def test_invalid_sources(tmp_path):
         (tmp_path / "b.safetensors", DataError, "no such file"),
         (tmp_path, DataError, r"found a.txt"),
         ({"a": 3}, DataError, "found none"),
-        *((f"hf://{name}", UsageError, "expected hf://org/name") for name in ("", "a/b/c", "../b", "a/..", "a b/c")),
+        *(
+            (f"hf://{name}", UsageError, "expected hf://org/name")
+            for name in ("", "a/b/c", "../b", "a/..", "org/..", "a b/c", "org/na me")
+        ),
     ):
         with pytest.raises(kind, match=message):
             Checkpoint(source)

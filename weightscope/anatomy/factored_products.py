@@ -2,11 +2,12 @@
 
 import math
 from functools import cached_property
+from itertools import combinations_with_replacement
 
 import torch
 from torch import Tensor
 
-_ROWS, _TILE = 256, 512  # block sizes for a large product
+_ROWS = 256  # of a block of a large product
 STATISTICS = (
     *("diagonal_mean", "diagonal_std", "offdiagonal_norm", "alpha", "beta"),
     *("effective_rank", "participation", "asymmetry", "z"),
@@ -137,18 +138,9 @@ class FactoredProduct:
 
 
 def _large(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The moments of one product, computed from M itself; memory is M and a few blocks."""
-    m = torch.empty(len(a), len(b), dtype=torch.float64)
-    for j in range(0, len(b), _TILE):  # neither factor is converted to float64 as a whole
-        right = b[j : j + _TILE].double().T
-        for i in range(0, len(a), _TILE):
-            m[i : i + _TILE, j : j + _TILE] = a[i : i + _TILE].double() @ right
-    blocks, rows = m.split(_ROWS), m.T.split(_ROWS)
-    energy, fourth, cross = torch.zeros(3, dtype=torch.float64)
-    for i, block in enumerate(blocks):  # the sum of s^4 is ||M M^T||_F^2, over pairs of row blocks
-        energy += block.square().sum()
-        fourth += (block @ block.T).square_().sum()
-        for other in blocks[i + 1 :]:
-            fourth += 2 * (block @ other.T).square_().sum()
-        cross += (block * rows[i]).sum()
-    return m.diagonal().clone(), energy, fourth, cross
+    """The moments of one product, computed from M itself."""
+    m = a.double() @ b.double().T
+    pairs = combinations_with_replacement(m.split(_ROWS), 2)
+    # the sum of s^4 is ||M M^T||_F^2, over pairs of row blocks
+    fourth = sum((x @ y.T).square_().sum() * (1 if x is y else 2) for x, y in pairs)
+    return m.diagonal().clone(), m.square().sum(), torch.as_tensor(fourth), (m * m.T).sum()

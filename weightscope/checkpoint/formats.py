@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weightscope.checkpoint.tensors import Store, StoredTensor, in_memory, printable, weights_in
+from weightscope.checkpoint.tensors import Store, StoredTensor, in_memory, weights_in
 from weightscope.checkpoint.torch_files import unpickled
 from weightscope.errors import DataError, UsageError
 
@@ -57,9 +57,7 @@ def open_distributed(folder: Path, where: str, key: str | None) -> Store:
         raise DataError(f"{where}: {METADATA} is damaged or of another version of torch: {error}") from error
     weights, beside, note = weights_in(state, key, where)
     found = {
-        name: StoredTensor(
-            printable(name, where), tuple(t.shape), t.dtype, partial(read, names[id(t)], t), names[id(t)]
-        )
+        name: StoredTensor(name, tuple(t.shape), t.dtype, partial(read, names[id(t)], t), names[id(t)])
         for name, t in weights.items()
         if t is not None
     }
@@ -94,7 +92,7 @@ def open_gguf(path: Path, where: str) -> Store:
     known = kind in ("llama", "qwen2", "qwen3") and heads > 0
     store = Store(where, {}, config=config | ({"model_type": kind} if known else {}))
     for tensor in reader.tensors:
-        name = printable(tensor.name, where)
+        name = tensor.name
         if known:
             stem, _, end = name.rpartition(".")
             block = re.fullmatch(r"blk\.(\d+)\.(.+)", stem)
@@ -141,7 +139,7 @@ def open_msgpack(path: Path, where: str, key: str | None) -> Store:
         value = {"params": value}
     weights, left, _ = weights_in(value, key or "params", where)
     left |= {name: "no tensor" for name, item in weights.items() if not isinstance(item, Tensor)}
-    entries = [in_memory(printable(name, where), value) for name, value in weights.items() if name not in left]
+    entries = [in_memory(name, value) for name, value in weights.items() if name not in left]
     return replace(torch_like(entries, where), unreadable=left)
 
 

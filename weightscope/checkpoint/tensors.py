@@ -21,7 +21,6 @@ SAFETENSORS_TYPES |= {"F8_E5M2": torch.float8_e5m2, "F8_E5M2FNUZ": torch.float8_
 
 # Data types of tensors that count as weights.
 WEIGHTS = {dtype for dtype in SAFETENSORS_TYPES.values() if dtype.is_floating_point}
-_LONGEST_NAME = 4096  # characters
 
 
 @dataclass(frozen=True)
@@ -32,16 +31,6 @@ class FileCheck:
     status: Literal["verified", "unverified", "damaged"]  # unverified: not compared as a whole
     compared: str = ""  # with what: sha256, sha1, crc32, or nothing
     detail: str = ""  # why it is unverified or damaged, and what to do
-
-
-def printable(name: Any, where: str) -> str:
-    """A tensor's name, checked: it is printed, and control characters could rewrite the terminal.
-
-    Numbers in it are read, which Python does up to 4,300 digits.
-    """
-    if not isinstance(name, str) or not name.isprintable() or not 0 < len(name) <= _LONGEST_NAME:
-        raise DataError(f"{where}: a tensor's name is empty, too long or not printable: {ascii(name)[:100]}")
-    return name
 
 
 @dataclass(frozen=True)
