@@ -25,6 +25,7 @@ from weightscope.anatomy.matrices import matrices
 from weightscope.auditing import audit
 from weightscope.errors import AnatomyError, UsageError
 from weightscope.init import INITIALISERS, get
+from weightscope.init.baselines import as_matrix, branches, centre_tap, zero_matrix
 from weightscope.networks.sequences import CausalTransformer
 
 # Initialisers that need another network, and the one that does nothing.
@@ -111,6 +112,80 @@ def check_mimetic_ssm(before: nn.Module, after: nn.Module, loose: float) -> None
             assert torch.equal(taps, torch.eye(taps.shape[1])[-1].expand_as(taps))
         else:
             assert torch.equal(new.read("conv_weight"), old.read("conv_weight"))
+
+
+def like(values: Tensor, std: float, bound: float, loose: float) -> None:
+    """Entries within a bound, uniform if it is sqrt(3) std, with the stated mean square."""
+    kurtosis = 1.8 if bound < 2 * std else 3
+    squares, error = (values / std).square().mean().item(), math.sqrt((kurtosis - 1) / values.numel())
+    assert squares == pytest.approx(1, abs=6 * error + loose)
+    assert values.abs().max() <= bound * (1 + 1e-6 + loose)
+
+
+def check_entries(
+    of: Callable[[int, int], tuple[float, float]], bias: bool = False
+) -> Callable[[nn.Module, nn.Module, float], None]:
+    """Independent entries, whose std and bound follow from fan-in and fan-out; biases are uniform or zero."""
+
+    def check(before: nn.Module, after: nn.Module, loose: float) -> None:
+        for matrix in matrices(after):
+            for block in matrix.split(matrix.weight):
+                inputs, outputs = block[0].numel(), block[:, 0].numel()
+                like(block.float(), *of(inputs, outputs), loose)
+            if matrix.bias is not None:
+                assert matrix.bias.abs().max() <= bias * inputs**-0.5 * (1 + 1e-6 + loose)
+
+    return check
+
+
+def check_t_fixup(before: nn.Module, after: nn.Module, loose: float) -> None:
+    layers = len({part.layer for part in selves(after)})
+    for part, name in branches(after, "both", strict=None, caller="t_fixup_"):
+        w = as_matrix(name, part.read(name)).float()
+        bound = math.sqrt(6 / sum(w.shape)) * (1 if name in "qk" else 0.67 * layers**-0.25)
+        like(w, bound / math.sqrt(3), bound, loose)
+
+
+def check_zero_init(before: nn.Module, after: nn.Module, loose: float) -> None:
+    for part in anatomy.attention(after):
+        for name in "qkvo":
+            w = as_matrix(name, part.read(name)).float()
+            wanted = torch.zeros_like(w) if name in "qo" else zero_matrix(*w.shape)
+            torch.testing.assert_close(w, wanted, atol=loose, rtol=0)
+            bias = part.read_bias(name)
+            assert bias is None or not bias.any()
+
+
+def check_constant_bias(before: nn.Module, after: nn.Module, loose: float) -> None:
+    assert all((part.read_bias("fc1") == 0.25).all() for part in anatomy.mlps(after))
+
+
+def check_box(before: nn.Module, after: nn.Module, loose: float) -> None:
+    assert all((part.read() == 1).all() for part in anatomy.depthwise(after))
+
+
+def check_first_last(rho: float, rows: bool = False) -> Callable[[nn.Module, nn.Module, float], None]:
+    """The last fc2 is m' + s' (rho (W2 - m) / s + sqrt(1 - rho^2) (W2' - m') / s'), or its row means are."""
+
+    def check(before: nn.Module, after: nn.Module, loose: float) -> None:
+        first, old = (anatomy.mlps(before)[i].read("fc2").double() for i in (0, -1))
+        x, y = (w.mean(1, keepdim=True) if rows else w for w in (first, old))
+        mixed = rho * (x - x.mean()) / x.std(correction=0) + (1 - rho**2) ** 0.5 * (y - y.mean()) / y.std(correction=0)
+        change = (y.mean() + y.std(correction=0) * mixed - y).expand_as(old)
+        found = anatomy.mlps(after)[-1].read("fc2").double() - old
+        torch.testing.assert_close(found, change, atol=1e-6 + loose * float(old.std()), rtol=0)
+
+    return check
+
+
+def check_delta_orthogonal(before: nn.Module, after: nn.Module, loose: float) -> None:
+    for layer in after.modules():
+        if isinstance(layer, (nn.Conv1d, nn.Conv2d)):
+            centre = centre_tap(layer.weight.detach().float())
+            assert layer.weight.count_nonzero() <= centre.numel()
+            for block in centre.chunk(layer.groups):
+                gram = block.T @ block if len(block) >= block.shape[1] else block @ block.T
+                torch.testing.assert_close(gram, torch.eye(len(gram)), atol=1e-4 + loose, rtol=0)
 
 
 def attentive() -> nn.Module:
@@ -270,20 +345,20 @@ MLP_SCALAR = check_mlp(lambda part: part.read("fc1") + 0.5 * unit(part))
 MLP_ANTI = check_mlp(lambda part: (part.read("fc1") - part.read("fc2").T) / 2)
 
 
-LAST = {"touched": lambda m: names_of(anatomy.mlps(m)[-1:], "fc2"), "check": None}
+LAST = {"touched": lambda m: names_of(anatomy.mlps(m)[-1:], "fc2"), "random": False}
 CONVOLUTIONAL = [f for f in EVERY if {"depthwise", "patch_embeddings"} & set(f.parts)]
 BRANCHES = [f for f in EVERY if {"attention", "mlps"} & set(f.parts) and f.name != "torch-kdim"]
 
 CASES = [
     Case("default", FEW, lambda m: set(), elsewhere),
-    Case("kaiming_uniform", EVERY, touched_matrices, None),
-    Case("xavier", FEW, touched_matrices, None),
-    Case("trunc_normal", FEW, touched_matrices, None),
+    Case("kaiming_uniform", EVERY, touched_matrices, check_entries(lambda i, o: ((3 * i) ** -0.5, i**-0.5), bias=True)),
+    Case("xavier", FEW, touched_matrices, check_entries(lambda i, o: ((2 / (i + o)) ** 0.5, (6 / (i + o)) ** 0.5))),
+    Case("trunc_normal", FEW, touched_matrices, check_entries(lambda i, o: (0.02, 2.0))),
     Case("conv_covariance", PICTURES, touched_filters, None, {"preset": "imagenet-thawed"}),
     Case("covariance_transfer", PICTURES, touched_filters, elsewhere, donor="source"),
     Case("random_filters", rows("depthwise"), touched_filters, None),
     Case("impulse_filters", rows("depthwise"), touched_filters, None),
-    Case("box_filters", rows("depthwise"), touched_filters, None, random=False),
+    Case("box_filters", rows("depthwise"), touched_filters, check_box, random=False),
     Case("box_filters", few("depthwise"), touched_filters, None, {"value": 0.5, "sign": "random"}),
     Case("mimetic_attention", SELF, lambda m: names_of(selves(m), *"qkvo"), None),
     Case("sinusoidal_positions", rows("positions"), touched_positions, None, {"gamma": 2.0}, random=False),
@@ -296,7 +371,7 @@ CASES = [
         "constant_mlp_bias",
         only("mlps", "hf-llama", "hf-phi3", "hf-t5"),  # have no biases
         lambda m: biases_of(anatomy.mlps(m), "fc1"),
-        None,
+        check_constant_bias,
         {"value": 0.25},
         random=False,
     ),
@@ -308,8 +383,8 @@ CASES = [
         {"correlation": -0.7},
         random=False,
     ),
-    Case("mimetic_first_last_mlp", ONE_SHAPE, **LAST, numbers={"correlation": 0.3}, random=False),
-    Case("mimetic_first_last_mlp", ONE_SHAPE, **LAST, numbers={"mode": "rows"}),
+    Case("mimetic_first_last_mlp", ONE_SHAPE, check=check_first_last(0.3), numbers={"correlation": 0.3}, **LAST),
+    Case("mimetic_first_last_mlp", ONE_SHAPE, check=check_first_last(-0.5, True), numbers={"mode": "rows"}, **LAST),
     Case("mimetic_ssm", rows("ssms"), lambda m: names_of(anatomy.ssms(m), *SSM_NAMES), check_mimetic_ssm, random=False),
     Case(
         "ssm_from_attention",
@@ -326,14 +401,14 @@ CASES = [
         {"layer": 1},
         donor="source",
     ),
-    Case("zero_init", SELF, touched_attention("qkvo", anatomy.attention), None, random=False),
+    Case("zero_init", SELF, touched_attention("qkvo", anatomy.attention), check_zero_init, random=False),
     Case(
         "t_fixup",
         [f for f in SELF if "mlps" in f.parts],
         lambda m: names_of(anatomy.attention(m), *"qkvo") | names_of(anatomy.mlps(m), "fc1", "fc2", "gate"),
-        None,
+        check_t_fixup,
     ),
-    Case("delta_orthogonal", CONVOLUTIONAL, touched_convolutions, None),
+    Case("delta_orthogonal", CONVOLUTIONAL, touched_convolutions, check_delta_orthogonal),
     Case("layer_scale_identity", BRANCHES, touched_layer_scale, check_layer_scale, random=False),
     Case("permute", FEW, touched_weights, check_permute),
     Case("transfer", FEW, touched_all, check_same_as_donor, donor="source"),

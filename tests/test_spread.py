@@ -95,6 +95,7 @@ def test_a_worker_whose_parent_is_killed_ends(tmp_path):
     parent = subprocess.Popen([sys.executable, "-c", program, str(clusters.HERE), str(tmp_path)])
     clusters.wait_until(lambda: (tmp_path / "1").exists() and (tmp_path / "1").read_text())
     worker = int((tmp_path / "1").read_text())
+    assert clusters.runs(worker)
     os.kill(parent.pid, signal.SIGKILL)
     parent.wait()
     clusters.wait_until(lambda: not clusters.runs(worker))

@@ -201,7 +201,8 @@ from threadpoolctl import threadpool_info
 import numpy as np
 with one_thread():
     import scipy.linalg, torch
-    print(torch.get_num_threads(), *{library["num_threads"] for library in threadpool_info()})
+    with one_thread():
+        print(torch.get_num_threads(), *{library["num_threads"] for library in threadpool_info()})
 """
 
 

@@ -154,14 +154,14 @@ CASES = {
     "mimetic_ssm": Case("mimetic_ssm", mamba, V, error_in("c"), {"c": 9.6}),
     "sinusoidal_positions": Case("sinusoidal_positions", learned, V, error_in("gamma"), {"gamma": 1.2}),
     "impulse_attention": Case("impulse_attention", vit, V, "logits 2 times too small", change("attention", "q", 0.5)),
-    "kaiming_uniform": Case("kaiming_uniform", vit, V, error_in("slope"), {"slope": 1.2 * 5**0.5}),
-    "xavier": Case("xavier", vit, V, error_in("gain"), {"gain": 1.2}),
-    "trunc_normal": Case("trunc_normal", vit, V, error_in("std"), {"std": 0.024}),
+    "kaiming_uniform": Case("kaiming_uniform", vit, V, error_in("scale"), gain),
+    "xavier": Case("xavier", vit, V, error_in("scale"), {"gain": 1.2}),
+    "trunc_normal": Case("trunc_normal", vit, V, error_in("scale"), {"std": 0.024}),
     "t_fixup": Case("t_fixup", vit, V, error_in("scale"), gain),
     "zero_init": Case("zero_init", vit, V, error_in("scale"), change("attention", "v", 1.2)),
     "delta_orthogonal": Case("delta_orthogonal", mixer, C, error_in("gain"), {"gain": 1.2}),
     "select_weights": Case("select_weights", vit, V, INCONSISTENT, {"elements": "random-inconsistent"}, RANDOM),
-    "constant_mlp_bias": Case("constant_mlp_bias", convnext, C, error_in("value"), {"value": 0.12}),
+    "constant_mlp_bias": Case("constant_mlp_bias", convnext, C, error_in("scale"), {"value": 0.12}),
     "layer_scale_identity": Case("layer_scale_identity", convnext, C, error_in("value"), {"value": 0.12}),
 }
 

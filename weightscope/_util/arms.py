@@ -44,11 +44,11 @@ CONTROLS = {
 }
 
 
-def divergence(rows: Sequence[Mapping[str, Any]], subject: str | None = None) -> str:
+def divergence(rows: Sequence[Mapping[str, Any]]) -> str:
     """`13 of 16 of unstable diverged`, or `networks of 5 initialisers diverged`; empty if none did.
 
     Rows of arms have `init`, `cell`, `epochs`, `diverged` and `networks`, the number of all; the same arm may occur
-    twice. `subject` is an initialiser that the sentence before is about; if it is the only one, it is not named.
+    twice.
     """
     arms = {(row["init"], repr(row.get("cell")), row.get("epochs")): row for row in rows}
     found: dict[str, list[Mapping[str, Any]]] = {}
@@ -57,8 +57,6 @@ def divergence(rows: Sequence[Mapping[str, Any]], subject: str | None = None) ->
     counts = {init: _count(mine) for init, mine in found.items() if any(row.get("diverged") for row in mine)}
     if len(counts) > _NAMED:
         return f"networks of {len(counts)} initialisers diverged"
-    if list(counts) == [subject]:
-        return f"{counts[str(subject)]} diverged"
     return ", ".join(f"{count} of {init}" for init, count in counts.items()) + " diverged" * bool(counts)
 
 

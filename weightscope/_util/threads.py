@@ -11,7 +11,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ContextDecorator, contextmanager
-from importlib.abc import MetaPathFinder
 from typing import Any, Literal, TypeVar
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -25,8 +24,9 @@ _LOADERS = ("numpy", "scipy.linalg", "scipy.special", "torch")  # modules whose 
 class one_thread(ContextDecorator):
     """Run NumPy, SciPy and torch on one thread within a block or a function, and give the others back after it.
 
-    Blocks may be nested, and used in several threads of Python. Libraries that are imported within a block are limited,
-    too. A decorated generator function is limited while it computes, not while its caller uses what it yields.
+    Blocks may be nested, and used in several threads of Python. Libraries that are imported within a block are limited
+    from the next block on, a nested one included. A decorated generator function is limited while it computes, not
+    while its caller uses what it yields.
 
     Example:
         >>> with one_thread():
@@ -82,31 +82,8 @@ class _Here(threading.local):
     torch = False  # whether it is limited
 
 
-class _Finder(MetaPathFinder):
-    """Limits the libraries that are imported within a block, right after their import."""
-
-    def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
-        if name not in _LOADERS:
-            return None
-        finders = (finder.find_spec(name, path, target) for finder in sys.meta_path if finder is not self)
-        spec = next((found for found in finders if found is not None), None)
-        if spec is not None and spec.loader is not None:
-            execute = spec.loader.exec_module
-
-            def exec_module(module: Any) -> None:
-                execute(module)
-                if _here.depth:
-                    with _lock:
-                        _find()
-                        _limit()
-
-            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
-        return spec
-
-
 _here = _Here()
 _lock = threading.RLock()
-_finder = _Finder()
 _inside = 0  # threads of Python in a block
 _loaded: list[str] = []  # of _LOADERS, when _libraries were found
 _libraries: list[Any] = []  # of BLAS in this process
@@ -152,14 +129,13 @@ def _set(limited: bool) -> None:
 def _enter() -> None:
     global _inside
     _here.depth += 1
-    if _here.depth > 1:
+    found = [name for name in _LOADERS if name in sys.modules] == _loaded
+    if _here.depth > 1 and found:
         return
     with _lock:
-        _inside += 1
-        if _inside == 1:
-            sys.meta_path.insert(0, _finder)
-            if _loaded != [name for name in _LOADERS if name in sys.modules]:
-                _find()
+        _inside += _here.depth == 1
+        if not found:
+            _find()
         _limit()
 
 
@@ -174,6 +150,5 @@ def _leave() -> None:
             sys.modules["torch"].set_num_threads(_before["torch"])
             _here.torch = False
         if _inside == 0:
-            sys.meta_path.remove(_finder)
             _set(limited=False)
             _before.clear()

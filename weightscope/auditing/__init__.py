@@ -21,7 +21,7 @@ from weightscope.anatomy.from_code import find_attention
 # Imported for their registration.
 from weightscope.auditing import attention, baselines, filters, layers, selection  # noqa: F401
 from weightscope.auditing.overwritten import track
-from weightscope.auditing.report import EXPECTATIONS, UNTOUCHED, AuditReport, Check, error_in
+from weightscope.auditing.report import EXPECTATIONS, AuditReport, Check, error_in
 from weightscope.auditing.runs import DRAWS, Copy, Measure, Statistic, Trial, by_tensor, compared, pooled
 from weightscope.errors import AnatomyError, DataError, UsageError
 from weightscope.init import INITIALISERS, get
@@ -136,10 +136,6 @@ def _checks(tensors: NamedTensors, init: Any, given: Mapping[str, Any], strict: 
     function, signature = EXPECTATIONS.find(init), _signature(init)
     own = Signature.of(function, signature.name)
     if function not in EXPECTATIONS.values() and "generator" in own.defaults:
-        if not isinstance(tensors, ModuleTensors):
-            raise UsageError(
-                f"{signature.name}: expected a module, on copies of which it can be run, found tensors only"
-            )
         return by_tensor(signature.name, get(function, **given), tensors), []
     details = EXPECTATIONS.details.get(init, {}) if isinstance(init, str) else {}
     parts, left = _parts(tensors, name_of(init), details, given, strict)
@@ -149,7 +145,8 @@ def _checks(tensors: NamedTensors, init: Any, given: Mapping[str, Any], strict: 
     required = own if function is not by_tensor else signature
     required.require({key: value for key, value in values.items() if value is not REQUIRED})
     if function is by_tensor:
-        return by_tensor(signature.name, get(init, **values), tensors, [part.name for part in parts]), left
+        names = tuple(part.name for part in parts) or ("",)
+        return by_tensor(signature.name, get(init, **values), tensors, names), left
     measured = _measure(function, own, values)(tensors)
     found: list[Any] = list(measured) if isinstance(measured, Iterable) else [measured]
     if found and all(isinstance(one, Statistic) for one in found):
@@ -191,10 +188,8 @@ def _by_runs(name: str, tensors: NamedTensors, found: list[Statistic], values: d
     """The checks of a registered initialiser by its statistics and its `details`.
 
     - stand_ins: (tensors, parameters) -> networks to run it on, with their parameters; by default a copy of this one;
-    - fewer: (tensors, parameters) -> parameters with which it sets fewer parts, of the same distributions;
     - start: (network, seed, **parameters) sets what it starts from, if this matters;
     - errors: names of parameters, or (parameters) -> these, or {error: parameters, or a change of a network};
-    - untouched: name of the error of the default start;
     - pooled: whether the means over layers decide;
     - runs: how many.
     """
@@ -217,10 +212,9 @@ def _by_runs(name: str, tensors: NamedTensors, found: list[Statistic], values: d
             details.get("runs", DRAWS),
         )
 
-    fewer, stand_ins = details.get("fewer", lambda _, p: p), details.get("stand_ins")
-    networks = stand_ins(tensors, values) if stand_ins else [(tensors, fewer(tensors, values))]
-    trials = (trial(*one) for one in networks)
-    return compared(name, collect(found), trials, details.get("untouched", UNTOUCHED))
+    stand_ins = details.get("stand_ins")
+    networks = stand_ins(tensors, values) if stand_ins else [(tensors, values)]
+    return compared(name, collect(found), (trial(*one) for one in networks))
 
 
 def _wrong(name: str, errors: Any, parameters: dict[str, Any]) -> dict[str, Callable[..., Any]]:

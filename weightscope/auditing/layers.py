@@ -84,16 +84,6 @@ def _slope(x: Tensor, y: Tensor) -> float:
     return float((x * y).sum() / x.square().sum().clamp_min(1e-300))
 
 
-@EXPECTATIONS.register("constant_mlp_bias", reads=("MLPs",), errors=("value",))
-def constant_mlp_bias_statistics(source: NamedTensors, *, value: float, layers: Any) -> Iterator[Statistic]:
-    """The entry of each fc1's bias that is farthest from the value."""
-    for part in chosen_layers(mlps(source, strict=None), layers):
-        bias = part.read_bias("fc1")
-        if bias is None or not bias.numel():
-            raise UsageError(f"`{part.name}`: expected an MLP whose first layer has a bias, found none")
-        yield Statistic("fc1 bias", part.layer, None, part.name, "farthest", farthest(bias, value), like=part.layer)
-
-
 # --- correlations between layers --------------------------------------------------------------------------------------
 
 

@@ -111,25 +111,23 @@ class AuditReport(Result):
 
     @property
     def undecidable(self) -> dict[str, tuple[str, ...]]:
-        """Initialiser -> the parts in which an untouched network would pass with a probability above 1 %.
-
-        For initialisers that include the default start as a special case (`kaiming_uniform`), the error is in the scale
-        and counts for all parts together.
-        """
+        """Initialiser -> the parts in which an untouched network would pass with a probability above 1 %."""
         out: dict[str, tuple[str, ...]] = {}
         for (name, part), errors in self._parts().items():
             if errors.get(UNTOUCHED, 1.0) < DECIDED:
                 out[name] = (*out.get(name, ()), part)
-        for name, errors in self.powers.items():
-            if errors and UNTOUCHED not in errors and max(errors.values()) < DECIDED:
-                out[name] = ("all",)
         return out
 
     def _parts(self) -> dict[tuple[str, str], dict[str, float]]:
-        """(initialiser, module) -> error -> power; heads of a module are independent, statistics of a head not."""
-        heads: dict[tuple[tuple[str, str], int | None], dict[str, float]] = {}
+        """(initialiser, module) -> error -> power; heads of a module are independent, statistics of a head not.
+
+        Tensors that are compared as a whole (part "weight") are one part, all of them together.
+        """
+        heads: dict[tuple[tuple[str, str], int | str | None], dict[str, float]] = {}
         for check in self.checks:
-            mine = heads.setdefault(((check.initialiser, f"{check.name} {check.part}"), check.head), {})
+            whole = check.part == "weight"
+            part, one = ("all weights", check.name) if whole else (f"{check.name} {check.part}", check.head)
+            mine = heads.setdefault(((check.initialiser, part), one), {})
             mine |= {error: max(mine.get(error, 0.0), power) for error, power in check.power.items()}
         return _joint((part, errors) for (part, _), errors in heads.items())
 
@@ -241,19 +239,13 @@ class AuditReport(Result):
     def _power_lines(self, name: str) -> list[str]:
         """What the audit would have found, and what it cannot tell."""
         powers, unclear = self.powers.get(name, {}), self.undecidable.get(name, ())
-        parts = self._parts()
-        same = [part for part in unclear if parts.get((name, part), {}).get(UNTOUCHED) == 0]
-        small = [part for part in unclear if part not in same]
-        compare = "; compare with the weights before"
         lines = {
             "would catch, if all layers have it: ": [
                 f"{error} with {_percent(power)}" for error, power in powers.items() if power >= DECIDED
             ],
             "undecidable: ": [f"{error} ({_percent(p)} found)" for error, p in powers.items() if p < DECIDED],
-            "the network's default start may be the same: ": [listing(same, 3) + compare] if same else [],
-            "too small to tell from the default start: ": [f"{listing(small, 3)}{compare}, or widen it"]
-            if small
-            else [],
+            "not told from the default start: ": [f"{listing(unclear, 3)}; compare with the weights before"]
+            * bool(unclear),
         }
         wrap = textwrap.TextWrapper(120, initial_indent="  ", subsequent_indent="    ").wrap
         return [line for head, items in lines.items() if items for line in wrap(head + ", ".join(items))]

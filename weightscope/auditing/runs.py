@@ -225,10 +225,8 @@ def gathered(rows: Iterable[Statistic]) -> Draws:
     return out
 
 
-def compared(
-    initialiser: str, found: Sequence[Statistic], trials: Iterable[Trial], untouched: str = UNTOUCHED
-) -> list[Check]:
-    """The checks of a network's statistics by trials; `untouched` is the name of the default start among the errors."""
+def compared(initialiser: str, found: Sequence[Statistic], trials: Iterable[Trial]) -> list[Check]:
+    """The checks of a network's statistics by trials."""
     right: Draws = {}
     wrong: dict[str, Draws] = {}
     for trial in trials:
@@ -246,7 +244,7 @@ def compared(
             n = few = min(4, few)
         right |= mine
         # First the default start: what a `start` leaves as it is counts as it is after right runs.
-        for error, run in {untouched: None, **trial.wrong}.items():
+        for error, run in {UNTOUCHED: None, **trial.wrong}.items():
             # As many as of right runs, since with 6, up to 1.6 % of untouched networks passed, with 24, 0.4 %.
             runs = range(n, n + (max(n, few) if run is None else few))
             wrong.setdefault(error, {}).update(trial.draws(runs, run, names))
@@ -331,17 +329,21 @@ MEANS = 8  # runs before those whose statistics are compared, which make the mea
 def by_tensor(name: str, init: Callable[..., Any], source: NamedTensors, modules: Iterable[str] = ("",)) -> list[Check]:
     """Checks of every tensor of modules that an initialiser changes, by runs of it on the default start.
 
-    - mean, std: of the entries;
+    - mean, variance: of the entries;
+    - kurtosis: of 100 entries or more;
     - likeness: the cosine between the tensor and its mean over other runs, near 1 if a structure is always the same;
     - difference: of a tensor that is the same in all runs, the largest from its value, relative to the largest entry.
 
     Raises:
-        UsageError: if the initialiser sets nothing.
+        UsageError: if the initialiser sets nothing, or tensors without a module are to be set as a whole.
     """
+    if not isinstance(source, ModuleTensors) and modules == ("",):
+        raise UsageError(f"{name}: expected a module, on copies of which it can be run, found tensors only")
     network = Copy(source)
 
     def made(seed: int, names: Sequence[str]) -> dict[str, Tensor]:
-        with seeded(seed), torch.no_grad():
+        with seeded(seed), torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
             network.reset(names, seed)
             before = {key: network.source.get(key).clone() for key in names}
             init(network.target, generator=torch.Generator().manual_seed(seed))
@@ -366,8 +368,8 @@ def by_tensor(name: str, init: Callable[..., Any], source: NamedTensors, modules
         for i, key in enumerate(chosen):
             x = tensors.get(key).detach().to(means[key])
             for what, value in _of_entries(x, first[key] if fixed[key] else means[key], fixed[key]).items():
-                slack = ROUNDING if what != "std" else 0.0
-                scale = "variance" if what == "variance" else "identity"
+                slack = 0.0 if what in SCALES else ROUNDING
+                scale = what if what in SCALES else "identity"
                 yield Statistic("weight", i, None, key, what, value, scale, key, slack=slack)
 
     def scaled(target: Any, generator: torch.Generator) -> None:
@@ -386,4 +388,7 @@ def _of_entries(x: Tensor, mean: Tensor, fixed: bool) -> dict[str, float]:
     if fixed:
         return {"difference": float((x - mean).abs().max()) / max(float(mean.abs().max()), 1e-30)}
     likeness = float((x * mean).sum() / (x.norm() * mean.norm()).clamp_min(1e-300))
-    return {"mean": float(x.mean()), "variance": float(x.var(correction=0)), "likeness": likeness}
+    found = {"mean": float(x.mean()), "variance": float(x.var(correction=0)), "likeness": likeness}
+    if x.numel() >= 100:  # below, the sample kurtosis is far from normal
+        found["kurtosis"] = float(x.pow(4).mean() / x.square().mean().square().clamp_min(1e-300))
+    return found
