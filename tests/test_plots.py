@@ -152,6 +152,7 @@ def test_given_axes_are_drawn_on_and_keep_their_figure() -> None:
     assert plots.covariance_map(spd(8), {"w": slice(0, 8)}, a, title="finding") is a
     assert plots.convergence(bench_summary(["default", "x"], [1, 8]), b, title="finding") is b
     assert plots.heldout_scores(SCORES, c) is c
+    assert plots.root_figure(c)._repr_png_().startswith(b"\x89PNG"), "a notebook shows it"
     assert plots.rank_condition([np.ones(2)], 9, d) is d
     assert a.get_title(loc="left") == b.get_title(loc="left") == "finding"
     assert tuple(figure.get_size_inches()) == size

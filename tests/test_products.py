@@ -246,7 +246,9 @@ def test_rows_are_flat_json_with_the_stated_names():
         assert wanted <= set(row)
         assert all(value is None or isinstance(value, int | float | str) for value in row.values())
     assert written["counts"]["ViT"]["qk_heads"]["n"] == 6
-    assert list(found.to_pandas()["beta"]) == [row["beta"] for row in found.records]
+    frame = found.to_pandas()
+    assert list(frame["beta"]) == [row["beta"] for row in found.records]
+    assert dict(frame.groupby(["part", "level"]).size()) == {("qk", "head"): 6, ("vo", "head"): 6, ("vo", "layer"): 2}
 
 
 @pytest.mark.slow

@@ -98,9 +98,9 @@ class ProductsResult(Result):
     """Statistics of products, one record for each.
 
     Records are flat, with None for undefined numbers: `source`, `name` of the attention module, `layer`, `head` (None
-    for a whole layer), `part` ("qk", "vo" or "cb"), `width` d, `rank` r, the columns of `FactoredProduct.statistics`,
-    `finite`, `rotary`, `normalised` (queries and keys are normalised before their product, so its scale is
-    meaningless), `layer_scale` (the model has one, folded in or not).
+    for a whole layer), `part` ("qk", "vo" or "cb"), `level` ("head" or "layer"; W_V W_O has both), `width` d, `rank` r,
+    the columns of `FactoredProduct.statistics`, `finite`, `rotary`, `normalised` (queries and keys are normalised
+    before their product, so its scale is meaningless), `layer_scale` (the model has one, folded in or not).
     """
 
     records: list[Row]
@@ -329,7 +329,7 @@ class _Model:
         self.corners[start : start + len(heads), : corner.shape[-2], : corner.shape[-1]] = corner.numpy()
         for i, head in enumerate(heads):
             row: Row = {"source": self.label, "name": part.name, "layer": part.layer, "head": head, "part": name}
-            row |= {"width": product.shape[0], "rank": product.rank}
+            row |= {"level": "layer" if head is None else "head", "width": product.shape[0], "rank": product.rank}
             row |= {column: finite_or_none(values[i]) for column, values in statistics.items()}
             self.rows.append(row | {"finite": row["beta"] is not None} | facts)
 

@@ -286,8 +286,8 @@ class Exchangeable(Structure):
         lines = [*_tables({label: self.diagnostics[label] for label in labels if label in self.diagnostics})]
         if any(self.diagnostics.get(label, {}).get("gain", 0) > 1 for label in labels):
             lines.append(
-                "correlations were enlarged on purpose: what is drawn from, and scored above, is no density of trained "
-                "networks, and its log-likelihood does not tell how well it initialises"
+                "correlations were enlarged on purpose: what is drawn from is no density of trained networks, so it "
+                "has no held-out likelihood; `--gain auto` and `bench` tell how well it initialises"
             )
         lines += [line] if (line := self.diagnostics.get("exchangeability")) else []
         return [*lines, *self.diagnostics.get("resized", ())]

@@ -17,7 +17,7 @@ from weightscope.fits.structure import STRUCTURES, Structure, structure_referenc
 from weightscope.spec import TensorSpec, WeightSpec
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 
 FORMAT, VERSION = "weightscope-initialiser", 2
@@ -138,35 +138,37 @@ class PopulationFit(Artifact):
     def text(self) -> str:
         """The comparison as a table, networks excluded, entries that never vary, and what was shrunk or clipped."""
         held_out = self.settings.get("held_out", 0)
-        lines = [
-            f"{self.networks} networks ({self.excluded} excluded), log-likelihood of {held_out} held out, nats each"
-        ]
+        amplified = any(group.options.get("gain", 1) > 1 for group in self.groups)  # one structure, no fit to networks
+        lines = [f"{self.networks} networks ({self.excluded} excluded)"]
+        lines[0] += "" if amplified else f", log-likelihood of {held_out} held out, nats each"
         if self.scale is not None:
             lines = [f"units of {listing([one.get('source', 'a network') for one in self.provenance['sources']])}"]
         fixed = {group.name: group.fixed for group in self.groups if group.fixed}
         for name in dict.fromkeys(row["group"] for row in self.table):
             lines += ["", name + (f" ({fixed[name]} entries never vary)" if fixed.get(name) else "")]
-            lines.append(f"  {'structure':<20}{'parameters':>11}{'held-out':>16}{'difference to best':>26}")
+            scores = "" if amplified else f"{'held-out':>16}{'difference to best':>26}"
+            lines.append(f"  {'structure':<24}{'parameters':>11}{scores}")
             for row in self.table:
                 if row["group"] == name:
-                    start = f"{'*' if row['chosen'] else ' '} {row['structure']:<20}"
+                    start = f"{'*' if row['chosen'] else ' '} {row['structure']:<24}"
                     if row["failed"] is not None:
                         lines.append(f"{start}{'-':>11}  {row['failed']}")
                         continue
                     error = f"{row['difference']:.2f} +- {row['difference_se']:.2f}"
                     difference = "best" if row["difference"] == 0 else error
-                    lines.append(f"{start}{row['parameters']:>11}{row['log_prob']:>16.2f}{difference:>26}")
+                    scores = "" if amplified else f"{row['log_prob']:>16.2f}{difference:>26}"
+                    lines.append(f"{start}{row['parameters']:>11}{scores}")
         lines += [f"{group.name}: fixed, it never varies" for group in self.groups if group.structure is None]
         for group in self.groups:
             if group.structure is not None and (notes := group.structure.notes()):
                 lines += ["", f"{group.name}, {group.label}:", *(f"  {note}" for note in notes)]
         return "\n".join(lines)
 
-    def plot(self, ax: "Axes | None" = None, *, group: str | None = None) -> "Axes":
+    def plot(self, path: str | Path | None = None, *, group: str | None = None) -> "Figure":
         """Held-out log-likelihood of the candidates relative to the best; see `weightscope.plots.heldout_scores`."""
-        from weightscope.plots import heldout_scores
+        from weightscope import plots
 
-        return heldout_scores(self.table, ax, group=group)
+        return plots.finished(plots.heldout_scores(self.table, group=group), path)
 
 
 def structure_label(structure: str, options: Mapping[str, Any]) -> str:

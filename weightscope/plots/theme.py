@@ -233,9 +233,16 @@ def canvas(ax: Axes | None, width: float, height: float) -> tuple[Canvas, Axes]:
     return on, on.ax
 
 
+class _Shown(Figure):
+    """A figure that notebooks show, without pyplot."""
+
+    def _repr_png_(self) -> bytes:
+        return render(self)
+
+
 def new_figure(width: float, height: float) -> Figure:
     """An empty figure with constrained layout."""
-    figure = Figure(figsize=(width, height), dpi=DPI, facecolor="white")
+    figure = _Shown(figsize=(width, height), dpi=DPI, facecolor="white")
     figure.set_layout_engine(ConstrainedLayoutEngine(w_pad=0.06, h_pad=0.06))
     return figure
 
