@@ -35,7 +35,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 TOO_FEW = "too few seeds"  # in place of an interval
-_COMPARED = ("difference", "interval (Holm)", "p (Holm)", "")
+_COMPARED = ("difference", "interval (Holm)", "p (Holm)")
+_IMAGES = ("other images too",)
 
 
 @dataclass(frozen=True, repr=False)
@@ -106,13 +107,14 @@ class BenchResult(Result):
         metric = self.metric
         value = f"{metric.label} %" if metric.unit == "%" else metric.label
         pairs = any(row["pairs"] not in (None, row["n"]) for row in self.arms)
-        compared = (("pairs",) if pairs else ()) + _COMPARED
+        images = any(row.get("difference_ci_images") for row in self.arms)
+        compared = (*("pairs",)[:pairs], *_COMPARED, *_IMAGES[:images], "")
         header = ("initialiser", "epochs", "n", value, "95 % interval", *compared)
-        table = _ruled(header, ((row, _cells(row, metric, pairs)) for row in self.arms))
+        table = _ruled(header, ((row, _cells(row, metric, pairs, images)) for row in self.arms))
         if self.contrasts:
             table = f"{contrasts_text(self.contrasts, metric)}\n\nexploratory, adjusted for one another:\n{table}"
         parts = ["\n".join([table, *self.notes()]), *map(self._against, CONTROLS.values())]
-        return "\n\n".join(filter(None, [*parts, self._over_images()]))
+        return "\n\n".join(filter(None, parts))
 
     def notes(self) -> list[str]:
         """What the table's numbers mean where it is not plain."""
@@ -127,7 +129,9 @@ class BenchResult(Result):
                 "differences have no interval"
             )
         known = any(row["mean"] is not None and row["difference"] is not None for row in self.arms)
-        if metric.unit == "%" and known and not self._over_images():
+        if any(key.endswith("_ci_images") and row[key] for row in [*self.arms, *self.contrasts] for key in row):
+            out.append("other images too: the interval for other test images as well (both random, crossed)")
+        elif metric.unit == "%" and known:
             out.append("intervals are over networks, for the test examples that were used")
         arms = {arm_key(row): row for row in self.arms}
         for row in self.arms:
@@ -138,33 +142,15 @@ class BenchResult(Result):
         return out
 
     def _against(self, control: Control) -> str:
-        """What a control changes, and what its initialiser adds; empty without such a control."""
-        arms = {arm_key(row): row for row in self.arms}
+        """What an initialiser adds to a control; empty without such a control."""
+        images = any(row.get(f"{control.key}_ci_images") for row in self.arms)
         lines = []
         for row in (row for row in self.arms if row.get(control.arm) is not None):
-            other = arms[cell_key(row), row["epochs"], row[control.arm]]
-            lines.append((row, _control_cells(row, other, control.key, self.metric)))
-        parts = [part.removeprefix("structure ") for part in control.parts]
-        header = ("initialiser", "epochs", "pairs", *(name for part in parts for name in (part, *_COMPARED[1:3])))
-        return f"{control.about}\n{_ruled(header, lines)}" if lines else ""
-
-    def _over_images(self) -> str:
-        """Each comparison with its interval for the test images that were used, and that over networks and images."""
-        found = [(row | {"cell": {}}, row["contrast"], "", row["ci"], row.get("ci_images")) for row in self.contrasts]
-        for key, other in {"difference": "reference", **{one.key: one.arm for one in CONTROLS.values()}}.items():
-            found += [
-                (row, f"{row['init']} - {row[other]}", f"{row['epochs']}", row[f"{key}_ci_holm"], both)
-                for row in self.arms
-                if (both := row.get(f"{key}_ci_images"))
-            ]
-        lines = [
-            (row, [name, epochs, _told(interval, self.metric), _told(both, self.metric)])
-            for row, name, epochs, interval, both in found
-            if both
-        ]
-        header = ("comparison", "epochs", "over networks", "over networks and images")
-        about = "intervals for the test images that were used, and for others as well (both random, crossed)"
-        return f"{about}\n{_ruled(header, lines)}" if lines else ""
+            pairs = "" if (n := row[f"{control.key}_pairs"]) is None else f"{n}"
+            cells = _difference(row, control.key, self.metric, images)
+            lines.append((row, [row["init"], f"{row['epochs']}", pairs, *cells]))
+        header = ("initialiser", "epochs", "pairs", control.parts[1].removeprefix("structure "), *_COMPARED[1:])
+        return f"{control.about}\n{_ruled((*header, *_IMAGES[:images]), lines)}" if lines else ""
 
     def table(self) -> str:
         """A table like in the papers, in Markdown: a column per cell and length.
@@ -262,28 +248,31 @@ class BenchResult(Result):
         return {name: partial(drawn, name) for name in found}
 
 
-def _cells(row: dict[str, Any], metric: Metric, pairs: bool) -> list[str]:
+def _cells(row: dict[str, Any], metric: Metric, pairs: bool, images: bool) -> list[str]:
     mean = "" if row["mean"] is None else _number(row["mean"], metric)
     interval = _interval(row["ci95"], metric)
     if row["n"] and interval in ("", _interval(metric.bounds, metric)):
         interval = TOO_FEW
     cells = [row["init"], f"{row['epochs']}", f"{row['n']}", mean, interval]
-    cells += ["" if row["pairs"] is None else f"{row['pairs']}"] * pairs + _difference(row, "difference", metric)
+    cells += ["" if row["pairs"] is None else f"{row['pairs']}"] * pairs + _difference(
+        row, "difference", metric, images
+    )
     return [*cells, f"({row['diverged']} diverged)" if row["diverged"] else ""]
 
 
 def contrasts_text(contrasts: Sequence[dict[str, Any]], metric: Metric) -> str:
     """The contrasts as a table, and which of them were not declared before the results."""
-    several = len(contrasts) > 1
+    several, images = len(contrasts) > 1, any(row.get("ci_images") for row in contrasts)
     kind = "interval (Holm)" if several else f"{100 - 100 * LEVEL:g} % interval"
     lines = []
     for row in contrasts:
         found = ["", TOO_FEW, ""]
         if (p := row["p_holm" if several else "p"]) is not None:
             found = _compared(row["difference"], row["ci"], p, row["pairs"] < row["seeds"], metric)
+        found += [_told(both, metric) if (both := row.get("ci_images")) else ""] * images
         lines.append((row, [row["contrast"], f"{row['pairs']}", *found, "" if row["declared"] else "post hoc"]))
     name = "declared contrast" if all(row["declared"] for row in contrasts) else "contrast"
-    header = (name, "seeds", "difference", kind, "p (Holm)" if several else "p", "")
+    header = (name, "seeds", "difference", kind, "p (Holm)" if several else "p", *_IMAGES[:images], "")
     return _ruled(header, lines)
 
 
@@ -302,19 +291,14 @@ def _ruled(header: tuple[str, ...], rows: Iterable[tuple[Mapping[str, Any], list
     return "\n".join([head, "-" * len(head), *below])
 
 
-def _control_cells(row: dict[str, Any], control: dict[str, Any], key: str, metric: Metric) -> list[str]:
-    pairs = dict.fromkeys((control["pairs"], row[f"{key}_pairs"]))
-    cells = [row["init"], f"{row['epochs']}", ", ".join(str(n) for n in pairs if n is not None)]
-    return cells + _difference(control, "difference", metric) + _difference(row, key, metric)
-
-
-def _difference(row: dict[str, Any], key: str, metric: Metric) -> list[str]:
-    """A difference, its interval and adjusted p-value; empty without a test."""
+def _difference(row: dict[str, Any], key: str, metric: Metric, images: bool) -> list[str]:
+    """A difference, its interval and adjusted p-value, and the interval over images; empty without a test."""
     prefix = "" if key == "difference" else f"{key}_"
     p, pairs = row[f"{prefix}p_holm"], row[f"{prefix}pairs"]
     if p is None:
-        return ["", "", ""]
-    return _compared(row[key], row[f"{key}_ci_holm"], p, pairs < row["networks"], metric)
+        return [""] * (3 + images)
+    cells = _compared(row[key], row[f"{key}_ci_holm"], p, pairs < row["networks"], metric)
+    return cells + [_told(both, metric) if (both := row.get(f"{key}_ci_images")) else ""] * images
 
 
 def _compared(
