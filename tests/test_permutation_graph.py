@@ -14,7 +14,12 @@ from torch import Tensor, nn
 
 import weightscope
 from weightscope.anatomy import operations, permutation_graph
-from weightscope.anatomy.permutation_groups import change_of_function, check_permutations, permutation_spec
+from weightscope.anatomy.permutation_groups import (
+    change_of_function,
+    check_permutations,
+    moving_seeds,
+    permutation_spec,
+)
 from weightscope.errors import AnatomyError, UsageError
 from weightscope.networks.sequences import Mamba2
 from weightscope.spec import WeightSpec
@@ -120,6 +125,7 @@ class Heads(nn.Module):
 
 def random_network(seed: int) -> nn.Module:
     """Convolutions, then tokens, then a linear head; of layers drawn at random."""
+    torch.manual_seed(seed)
     r = random.Random(seed)
     channels, layers = 3, []
     for _ in range(r.randint(2, 4)):
@@ -153,7 +159,7 @@ def random_network(seed: int) -> nn.Module:
             layers.append(r.choice([nn.AvgPool2d, nn.MaxPool2d])(2, 1))
     if r.random() < 0.5:
         size = r.choice([1, 2])
-        layers += [nn.AdaptiveAvgPool2d(size), nn.Flatten()]
+        layers += [nn.Tanh(), nn.AdaptiveAvgPool2d(size), nn.Flatten()]  # the mean of what InstanceNorm gives is zero
         channels *= size**2
     else:
         width = 8
@@ -164,7 +170,6 @@ def random_network(seed: int) -> nn.Module:
             layers += [Joined(nn.Sequential(r.choice([nn.LayerNorm, nn.RMSNorm])(width), attention))]
         layers += [Applied(r.choice([lambda x: x.mean(1), lambda x: x[:, 0], lambda x: x.amax(1)]))]
         channels = width
-    torch.manual_seed(seed)
     return nn.Sequential(*layers, nn.Linear(channels, 3))
 
 
@@ -182,8 +187,9 @@ def change(seed: int) -> tuple[PermutationSpec, float, float]:
     network = shaken(random_network(seed))
     inputs = torch.randn(3, 3, 6, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
     found = permutation_graph.derive_permutations(network, inputs)
-    right = max(check_permutations(network, inputs, found, seed=s) for s in range(2))
-    wrong = max(check_permutations(network, inputs, spoiled(found), seed=s) for s in range(2)) if found.sizes else 1.0
+    seeds = moving_seeds(found)
+    right = max(check_permutations(network, inputs, found, seed=s) for s in seeds)
+    wrong = max(check_permutations(network, inputs, spoiled(found), seed=s) for s in seeds) if found.sizes else 1.0
     return found, right, wrong
 
 
@@ -192,8 +198,7 @@ def change(seed: int) -> tuple[PermutationSpec, float, float]:
 def test_no_wrong_group_among_networks_composed_at_random(start: int) -> None:
     found = [(seed, *change(seed)) for seed in range(start, start + 40)]
     assert [(seed, right) for seed, _, right, _ in found if not right < 1e-9] == []
-    noticed = sum(wrong > 1e-6 for *_, wrong in found)
-    assert noticed > 0.85 * len(found)  # some axes matter little, such as the bias of keys
+    assert [(seed, wrong) for seed, *_, wrong in found if not wrong > 1e-6] == []
     assert sum(len(spec.sizes) > 1 for _, spec, *_ in found) > 0.6 * len(found)
 
 

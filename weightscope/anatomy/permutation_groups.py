@@ -197,11 +197,11 @@ def change_of_function(module: nn.Module, inputs: Any, permutations: Permutation
     with Recorder() as recorder:
         call(module, double)
     tolerance = 1e-9 if recorder.dtypes <= {torch.float64} else 1e-4
-    changes = [check_permutations(module, double, permutations, seed=seed) for seed in _seeds(permutations)]
+    changes = [check_permutations(module, double, permutations, seed=seed) for seed in moving_seeds(permutations)]
     return float(np.max(changes)), tolerance
 
 
-def _seeds(permutations: PermutationSpec) -> list[int]:
+def moving_seeds(permutations: PermutationSpec) -> list[int]:
     """Seeds of renumberings that together move all groups and flip all signs; one leaves two units alone in half."""
     seen: set[tuple[str, bool]] = set()
     seeds: list[int] = []
