@@ -445,6 +445,19 @@ def test_without_images_the_command_runs_on_noise_and_says_so(folder, capsys, tm
     assert "warning: without --images FOLDER, FILE or DATA SET, the images are noise" in text
 
 
+@pytest.mark.parametrize(("kind", "side"), [("Dinov2", 210), ("ViT", 280)])
+def test_models_of_large_images_run_on_224_pixels_if_they_take_them(kind, side, tmp_path):
+    """With a patch of 70 pixels: 210 is its largest multiple below 224. ViT's positions are those of one size."""
+    transformers = families.shims.transformers()
+    sizes = {"image_size": 280, "patch_size": 70, "num_channels": 1, "hidden_size": 12, "num_hidden_layers": 1}
+    config = getattr(transformers, f"{kind}Config")(**sizes, num_attention_heads=3)
+    getattr(transformers, f"{kind}Model")(config).save_pretrained(tmp_path)
+    _, batch, notes = runnable(tmp_path, count=1)
+    assert batch.shape == (1, 1, side, side)
+    assert any(f"images of {side} x {side} pixels, fewer" in note for note in notes) == (side == 210)
+    assert runnable(tmp_path, count=1, size=280)[1].shape[-1] == 280
+
+
 def test_pictures_are_normalised_as_the_folder_says(folder, tmp_path):
     from PIL import Image
 

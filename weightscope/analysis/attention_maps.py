@@ -19,6 +19,7 @@ from weightscope._util.results import Result, row_table
 from weightscope._util.threads import one_thread
 from weightscope.anatomy import AttentionPart, attention, patch_embeddings, positions
 from weightscope.anatomy.embedding import Offset, TokenGrid
+from weightscope.data.images import Bar
 from weightscope.errors import AnatomyError, DataError, UsageError
 from weightscope.networks.sequences import CausalAttention, rotated
 
@@ -423,7 +424,7 @@ def _recorded(
             handles.append(modules[part.name].register_forward_hook(partial(hook, part), with_kwargs=True))
         model.eval()
         with torch.no_grad():
-            for batch in batches:
+            for batch in Bar(batches, desc="attention maps", delay=2.0, disable=None):
                 calls.clear()
                 size = len(batch)
                 _run(model, batch, forward)
@@ -473,7 +474,7 @@ def attention_maps(
     inputs: Any,
     *,
     filter_size: int = 3,
-    batch_size: int = 32,
+    batch_size: int = 8,
     forward: Callable[[nn.Module, Tensor], Any] | None = None,
     config: Mapping[str, Any] | None = None,
 ) -> AttentionMaps:

@@ -27,6 +27,7 @@ from weightscope.errors import DataError, UsageError
 from weightscope.population import population_in
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet, for folders without a preprocessor config
+_SIDE = 224  # pixels, at most, unless more are asked for
 
 
 def runnable(
@@ -75,8 +76,10 @@ def runnable(
                 f"{source}: expected a .pop folder, or a model's folder with config.json and model.safetensors; of "
                 "other models, call weightscope.attention_maps(module, images) in Python"
             )
-        batch = images_for(source, images, count=count, size=size, root=data)
         model, notes = _transformer(Path(source))
+        if size is None and (size := _smaller(model, _stated(Path(source) / "config.json"))):
+            notes.append(f"images of {size} x {size} pixels, fewer than the model's config has; --size takes others")
+        batch = images_for(source, images, count=count, size=size, root=data)
         if images is None:
             notes.append("without --images FOLDER, FILE or DATA SET, the images are noise: normal numbers of seed 0")
         return model, batch, notes
@@ -94,6 +97,8 @@ def _transformer(folder: Path) -> tuple[nn.Module, list[str]]:
         ) from error
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()  # its report of missing tensors is our note
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
     try:
         with seeded(0):
             model, facts = AutoModel.from_pretrained(
@@ -105,6 +110,8 @@ def _transformer(folder: Path) -> tuple[nn.Module, list[str]]:
         raise DataError(f"{folder}: transformers cannot read the model: {_brief(error)}") from error
     finally:
         logging.set_verbosity(verbosity)
+        if shown:
+            logging.enable_progress_bar()
     missing = listing(sorted(facts["missing_keys"]))
     notes = [f"{folder}: the file lacks {missing}, which have random values of seed 0"] * bool(missing)
     lost = {name: why for name, why in unreadable(folder).items() if name not in FINDERS}
@@ -147,6 +154,23 @@ def images_for(
     if not pictures:
         raise DataError(f"{images}: expected pictures ({', '.join(sorted(SUFFIXES))}), found none")
     return normalise(torch.from_numpy(read_images(pictures, side, channels, images)), mean, std)
+
+
+def _smaller(model: nn.Module, config: Mapping[str, Any]) -> int | None:
+    """The multiple of the patch size below 224 pixels that a model of larger images takes as well; None if it does not.
+
+    The cost of maps grows with the fourth power of the side: at 518 pixels it is 29 times that at 224.
+    """
+    side, patch = config.get("image_size"), config.get("patch_size", 16)
+    if not (isinstance(side, int) and isinstance(patch, int) and side > _SIDE):
+        return None
+    small = _SIDE // patch * patch
+    try:
+        with torch.no_grad():
+            model.eval()(torch.zeros(1, config.get("num_channels", 3), small, small))
+    except (RuntimeError, ValueError):  # its positions are those of one size
+        return None
+    return small
 
 
 def _stated(file: Path) -> Mapping[str, Any]:

@@ -393,7 +393,11 @@ def _refuse(failed: Mapping[str, str], sources: Sequence[str]) -> None:
     help="For a model's folder: a picture, a folder of pictures or a data set.  [default: noise]",
 )
 @click.option("--count", type=click.IntRange(1), default=64, help="Number of images or sequences.")
-@click.option("--size", type=click.IntRange(1), help="Pixels per side.  [default: that of config.json]")
+@click.option(
+    "--size",
+    type=click.IntRange(1),
+    help="Pixels per side.  [default: 224, or those of config.json]",
+)
 @click.option(
     "--tokens",
     type=Named("tasks"),
