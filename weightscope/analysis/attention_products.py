@@ -277,7 +277,12 @@ class _Last(NamedTensors):
         return self.last[1]
 
 
-class _Model:
+def read_once(source: Any, config: Mapping[str, Any] | None) -> NamedTensors:
+    """The tensors of a model; of a checkpoint the last one is kept."""
+    return _Last(source, config) if isinstance(source, Checkpoint) else named_tensors(source, config)
+
+
+class ModelProducts:
     """One model, its self-attention and its state-space layers, and the rows of their products.
 
     Corners are allocated before anything is read: small arrays between large tensors would fragment the memory of those
@@ -285,12 +290,16 @@ class _Model:
     """
 
     def __init__(
-        self, source: Any, label: str, config: Mapping[str, Any] | None, layers: Any, clip: int | None
+        self,
+        source: Any,
+        label: str = "",
+        config: Mapping[str, Any] | None = None,
+        layers: Any = None,
+        clip: int | None = None,
     ) -> None:
         source = open_network(source)
         self.checkpoint = source if isinstance(source, Checkpoint) else None
-        checkpoint = self.checkpoint
-        self.tensors = named_tensors(source, config) if checkpoint is None else _Last(checkpoint, config)
+        self.tensors = read_once(source, config)
         state_spaces: Parts[SSMPart] = parts_of("state-space layers", self.tensors, strict=None)
         found: Parts[AttentionPart] = parts_of("attention modules", self.tensors, strict=None)
         self.skipped = {part.name: why for part in found if (why := _unusable(part))}
@@ -414,8 +423,8 @@ def _products_of(
     """The products of one model, with its label, and what is known about the model."""
     source, label = item
     try:
-        model = _Model(source, label, config, layers, clip)
-        _compute(model, **folded)
+        model = ModelProducts(source, label, config, layers, clip)
+        compute(model, **folded)
     except AnatomyError as error:
         raise AnatomyError(f"{label}: {error}") from error
     checkpoint = model.checkpoint
@@ -436,8 +445,11 @@ def _products_of(
     return ProductsResult(model.rows, corners if clip else {}, [info], {})
 
 
-def _compute(model: _Model, fold_norms: bool, fold_scales: bool) -> None:
-    """Compute the products of one model."""
+def compute(
+    model: ModelProducts, fold_norms: bool = False, fold_scales: bool = False, *, value_heads: bool = True
+) -> None:
+    """Compute the products of one model anew: `rows`, those of W_V W_O of single heads only if `value_heads`."""
+    model.rows = []
     if fold_scales and model.parts and not any(part.layer_scale for part in model.parts):
         raise AnatomyError(f"`{model.parts[0].name}`: no LayerScale to fold has a known name, here or in another layer")
     for part in model.parts:
@@ -454,7 +466,7 @@ def _compute(model: _Model, fold_norms: bool, fold_scales: bool) -> None:
         if notes := [NOTES[note] for note in NO_PRODUCT if note in part.notes]:
             model.skipped[part.name] = f"(W_V W_O alone: {notes[0]}, so that it is no map of the stream to itself)"
         else:
-            _values_outputs(model, part, gain, scale, scaled)
+            _values_outputs(model, part, gain, scale, scaled, value_heads)
     for layer in model.state_spaces:
         # W_C^T W_B of each group, (G, d, d) of rank N: a map of what C and B read, the residual stream in Mamba-2, the
         # p inner channels in Mamba. Where states do not decay, token i adds C_i^T B_j of token j (thesis Eq. 3.38).
@@ -477,10 +489,10 @@ def _batches(part: AttentionPart, width: int) -> list[list[int]]:
 
 
 def _values_outputs(
-    model: _Model, part: AttentionPart, gain: Tensor | None, scale: Tensor | None, scaled: bool
+    model: ModelProducts, part: AttentionPart, gain: Tensor | None, scale: Tensor | None, scaled: bool, by_head: bool
 ) -> None:
     v, o = model.read(part, "v"), model.read(part, "o")  # (kv, d, k), (H, k, d)
-    for heads in _batches(part, part.value_width):
+    for heads in _batches(part, part.value_width) if by_head else ():
         groups = [part.kv_head(head) for head in heads]
         product = FactoredProduct(_scaled(v[groups], gain), _scaled(o[heads].mT, scale))
         model.add(part, "vo", heads, product, scaled)

@@ -134,7 +134,7 @@ class FactoredProduct:
             ((energy - cross).clamp_min(0) / energy).sqrt(),
             trace * math.sqrt(d * self.rank) / self._norms,
         )
-        return {name: torch.where(self.finite, value, math.nan) for name, value in zip(STATISTICS, values, strict=True)}
+        return dict(zip(STATISTICS, torch.where(self.finite, torch.stack(values), math.nan), strict=True))
 
 
 def _large(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -22,6 +22,7 @@ from weightscope.errors import AnatomyError
 Reading = tuple[dict[str, list[Place]], set[str], dict[str, str]]
 _KINDS: dict[str, Callable[[ModuleTensors, Tracer, str], Iterator[Place]]] = {"attention": attentions, "mlp": mlps}
 _READ: dict[Any, Reading] = {}  # structure of a module -> what was read of it
+_NAMED: dict[Any, list[Place]] = {}  # structure and config -> what has the names of attention modules
 
 
 def read(tensors: ModuleTensors) -> Reading:
@@ -75,13 +76,21 @@ def _identity(place: Place) -> Any:
 
 def find_attention(tensors: ModuleTensors) -> Parts[AttentionPart]:
     """All attention modules, in order."""
-    found = _found(
-        tensors, "attention", attention_modules.candidates(tensors), "no softmax of queries and keys applied to values"
-    )
+    found = _found(tensors, "attention", _named(tensors), "no softmax of queries and keys applied to values")
     stated = next((n for key in known_names("heads") if isinstance(n := tensors.config.get(key), int)), None)
     if wrong := [place.part for place in found if place.part and stated not in (None, place.part.heads)]:
         raise AnatomyError(f"`{wrong[0].name}`: config= says {stated} heads, its forward pass has {wrong[0].heads}")
     return in_layers(found, tensors, attention_modules.same_block)
+
+
+def _named(tensors: ModuleTensors) -> list[Place]:
+    """What has the names of attention modules; kept as in `read`, since it takes longer than the products of a ViT."""
+    key = structure(tensors.module), repr(tensors.config)
+    if key not in _NAMED:
+        if len(_NAMED) > 100:
+            _NAMED.clear()
+        _NAMED[key] = [_with(place, None) for place in attention_modules.candidates(tensors)]
+    return [_with(place, tensors) for place in _NAMED[key]]
 
 
 def find_mlps(tensors: NamedTensors) -> Parts[MLPPart]:
