@@ -24,6 +24,12 @@ def transformers() -> ModuleType:
     return pytest.importorskip("transformers", reason="transformers is not installed")
 
 
+def lightning() -> ModuleType:
+    """Import lightning.pytorch, or skip the test."""
+    _torchvision()
+    return pytest.importorskip("lightning.pytorch", reason="lightning is not installed")
+
+
 def _torchvision() -> None:
     import torch
 

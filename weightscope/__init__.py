@@ -14,7 +14,9 @@ if TYPE_CHECKING:  # for type checkers and editors; at run time, `__getattr__` i
     from weightscope.analysis.across_networks import covariance
     from weightscope.analysis.attention_maps import attention_maps
     from weightscope.analysis.attention_products import products
+    from weightscope.analysis.describe import describe
     from weightscope.analysis.inspection import inspect, verify
+    from weightscope.analysis.watch import watch
     from weightscope.anatomy.permutation_groups import permutation_spec
     from weightscope.auditing import audit, track
     from weightscope.benchmarking import bench
@@ -44,6 +46,7 @@ _HOMES = {
     "catalogue": "cli.catalogue",
     "collect": "training.collection",
     "covariance": "analysis.across_networks",
+    "describe": "analysis.describe",
     "export": "population",
     "fit": "fits.fitting",
     "fit_network": "fits.one_network",
@@ -54,6 +57,7 @@ _HOMES = {
     "products": "analysis.attention_products",
     "track": "auditing",
     "verify": "analysis.inspection",
+    "watch": "analysis.watch",
 }
 
 __all__ = ["__version__", *_HOMES]

@@ -1,4 +1,4 @@
-"""Commands that analyse: `inspect`, `verify`, `export`, `covariance`, `products`, `attention-maps`, `audit`."""
+"""Commands that analyse: `inspect`, `describe`, `verify`, `covariance`, `products`, `attention-maps`, `audit`."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -15,6 +15,7 @@ from weightscope.cli.options import (
     choice_option,
     code_option,
     command,
+    csv_option,
     data_option,
     figure_option,
     file_options,
@@ -30,6 +31,7 @@ from weightscope.cli.options import (
     reading_config,
     refuse_others,
     spread_options,
+    write_csv,
     write_json,
 )
 from weightscope.errors import DataError, UsageError, WeightscopeError
@@ -64,6 +66,35 @@ def inspect(source: str, code: bool, heads: Any, layout: str | None, json_file: 
     description = contents(source, reading_config(heads, layout))
     click.echo(description.text())
     write_json(json_file, description.to_dict())
+
+
+@command()
+@click.argument("source", metavar="MODEL", type=Named())
+@heads_option
+@layout_option
+@code_option
+@file_options
+@csv_option
+@json_option
+def describe(
+    source: Any, heads: Any, layout: str | None, code: str | None, csv_file: Path | None, json_file: Path | None
+) -> None:
+    """Describe each weight matrix of a model: type, shape, norms, stable rank, diagonals of products, stripes.
+
+    MODEL is a file, a model folder, PATH.pop::k or hf://org/name[@revision]. `inspect` lists what is in a file without
+    reading its numbers.
+
+    \b
+    Examples:
+      weightscope describe vit/model.safetensors
+      weightscope describe hf://facebook/dinov2-small --csv layers.csv
+    """
+    from weightscope.analysis.describe import describe as run
+
+    found = run(source, reading_config(heads, layout, code))
+    click.echo(found.text())
+    write_csv(csv_file, found)
+    write_json(json_file, found.to_dict())
 
 
 @command()

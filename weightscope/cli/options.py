@@ -233,6 +233,8 @@ json_option = click.option(
     "--json", "json_file", type=_JSONFile(), help="Also write the result as JSON; - writes it to standard output."
 )
 
+csv_option = click.option("--csv", "csv_file", type=OutputFile(".csv"), help="Also write the rows as CSV.")
+
 
 def out_option(help: str, default: str | None = None, type: Any = None) -> Callable[[Callable[..., Any]], Any]:
     """`-o`, required without a default; a folder unless `type` is given."""
@@ -372,3 +374,11 @@ def write_json(path: Path | None, values: Mapping[str, Any]) -> None:
         click.echo(text, file=context.meta[_STDOUT])
         return
     atomic.write(path, text.encode() + b"\n")
+
+
+def write_csv(path: Path | None, result: Any) -> None:
+    """Write the file of `--csv`, if requested."""
+    if path is not None:
+        from weightscope._util import atomic
+
+        atomic.write(path, result.to_pandas().to_csv(index=False).encode())

@@ -28,6 +28,7 @@ from weightscope.plots.comparisons import (
 from weightscope.plots.covariance import covariance_map
 from weightscope.plots.depth import Curve, Statistic, depth_curves, products_by_depth, rank_condition
 from weightscope.plots.grids import Panel, attention_grid, covariance_page, filter_page, matrix_grid, product_grid
+from weightscope.plots.steps import step_curves
 from weightscope.plots.theme import finished, render, root_figure, save, subplots
 
 __all__ = [
@@ -58,6 +59,7 @@ __all__ = [
     "root_figure",
     "save",
     "scale_and_structure",
+    "step_curves",
     "subplots",
     "training_curves",
 ]
