@@ -8,7 +8,9 @@ weights. `tests/forward_truth.py`, which uses nothing of weightscope, sees the l
 forward pass: what was read is **right** if the numbers that its matrices make meet there, head by head, and **wrong**
 otherwise; **incomplete** if attention was computed that is neither read nor named as unread; **refused** with the
 reason that weightscope gives; **absent** if there is nothing of the kind. Symmetries are right if renumbered networks
-compute the same. At most three parts of each kind are judged in one model.
+compute the same. At most three parts of each kind are judged in one model. An initialiser is right if an audit of its
+structure fails before and not after; refused if it stopped with one line and changed nothing; "not judged" if the audit
+cannot tell the untouched network, such as one with few heads.
 """
 
 import argparse
@@ -36,11 +38,15 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 import forward_truth as truth
 import small_models
 
+import weightscope.init as wi
 from weightscope import anatomy
 from weightscope.anatomy.permutation_groups import apply_permutation, permutation_spec
-from weightscope.errors import WeightscopeError
+from weightscope.auditing import audit
+from weightscope.errors import AnatomyError, WeightscopeError
 
-KINDS = ("attention", "MLPs", "filters", "symmetries")
+READ = ("attention", "MLPs", "filters", "symmetries")
+SET = ("mimetic_attention", "mimetic_mlp", "zero_init", "t_fixup", "random_filters", "sinusoidal_positions")
+KINDS = READ + SET
 SECONDS, GIGABYTES = 40, 6  # of processor time to build a model and for each kind, of address space
 MOST = 3  # parts of a kind that are judged in one model
 
@@ -127,6 +133,7 @@ def mlps(model: nn.Module, true: Truth) -> Cell:
 
 def filters(model: nn.Module, true: Truth) -> Cell:
     parts, unread = read(anatomy.depthwise, model)
+    parts = [p for p in parts if not truth.idle(true.seen, true.model, p.read().flatten(1))]
     verdicts = [truth.filters_verdict(true.seen, part.read()) for part in some(parts)]
     pointers = {f.data_ptr() for f in true.seen.filters if f[0, 0].numel() > 1}
     return cell(parts, verdicts, unread, len(pointers), len(parts))
@@ -159,7 +166,27 @@ def symmetries(model: nn.Module, true: Truth) -> Cell:
     }
 
 
-JUDGES = dict(zip(KINDS, (attention, mlps, filters, symmetries), strict=True))
+def initialiser(name: str, model: nn.Module) -> Cell:
+    """What an initialiser does to a copy of a model."""
+    changed = copy.deepcopy(model)
+    try:
+        wi.get(name)(changed, generator=torch.Generator().manual_seed(0))
+    except WeightscopeError as error:
+        pairs = zip(changed.state_dict().values(), model.state_dict().values(), strict=True)
+        if not all(torch.equal(a, b) for a, b in pairs):
+            return {"verdict": "wrong", "why": f"changed, then {error}"}
+        absent = isinstance(error, AnatomyError) and "look like them" not in str(error)
+        return {"verdict": "absent"} if absent else {"verdict": "refused", "why": str(error)}
+    if audit(changed, name).failures:
+        return {"verdict": "wrong", "why": "the audit fails"}
+    told = bool(audit(model, name).failures)
+    return {"verdict": "right"} if told else {"verdict": "not judged", "why": "the audit does not fail before"}
+
+
+JUDGES: dict[str, Callable[[nn.Module, Truth], Cell]] = {
+    **dict(zip(READ, (attention, mlps, filters, symmetries), strict=True)),
+    **{name: lambda model, true, name=name: initialiser(name, model) for name in SET},  # type: ignore[misc]
+}
 
 
 def row(make: Callable[[], tuple[nn.Module, Any]], kinds: Sequence[str], seconds: int = SECONDS) -> Cell:
@@ -236,9 +263,8 @@ def page(rows: dict[str, Cell]) -> str:
     lines += [f"| | models | {' | '.join(names)} |", f"|{'---|' * (2 + len(names))}"]
     for library in ("timm", "transformers"):
         mine = {n: r for n, r in rows.items() if r["library"] == library}
-        judged = {n: r for n, r in mine.items() if "attention" in r}
         for kind in KINDS:
-            counts = Counter(r[kind]["verdict"] for r in judged.values() if kind in r)
+            counts = Counter(r[kind]["verdict"] for r in mine.values() if kind in r)
             lines.append(f"| {library}: {kind} | {counts.total()} | {' | '.join(str(counts[n]) for n in names)} |")
     lines.append("")
     for library in ("timm", "transformers"):
@@ -248,15 +274,22 @@ def page(rows: dict[str, Cell]) -> str:
         part = f"{lost} of {len(with_it)} ({lost / max(1, len(with_it)):.0%})"
         share = f"{part} that have attention are refused or incomplete"
         lines.append(f"- {library}: {share}; {left} models were not built or not judged.")
-    lines += ["", f"| model | {' | '.join(KINDS)} | reasons |", f"|{'---|' * (2 + len(KINDS))}"]
+    lines += ["", "## What is read", "", *table(rows, READ), "", "## What initialisers set", ""]
+    lines += table({name: one for name, one in rows.items() if one.keys() & set(SET)}, SET)
+    return "\n".join(lines) + "\n"
+
+
+def table(rows: dict[str, Cell], kinds: Sequence[str]) -> list[str]:
+    """A line for each model."""
+    lines = [f"| model | {' | '.join(kinds)} | reasons |", f"|{'---|' * (2 + len(kinds))}"]
     for name, one in sorted(rows.items(), key=lambda item: (item[1]["library"], item[0])):
-        cells = [f"{one[k]['verdict']} {one[k].get('read') or ''}".strip() if k in one else "" for k in KINDS]
-        reasons = [f"{k}: {one[k]['why']}" for k in KINDS if one.get(k, {}).get("why")]
+        cells = [f"{one[k]['verdict']} {one[k].get('read') or ''}".strip() if k in one else "" for k in kinds]
+        reasons = [f"{k}: {one[k]['why']}" for k in kinds if one.get(k, {}).get("why")]
         reasons += [f"{k}: {one[k]}" for k in ("not built", "not judged") if k in one]
         text = "; ".join(r[:160] for r in reasons).replace("|", "\\|").replace("\n", " ")
         variant = f" ({one['variant']})" if one["library"] == "timm" else ""
         lines.append(f"| {name}{variant} | {' | '.join(cells)} | {text} |")
-    return "\n".join(lines) + "\n"
+    return lines
 
 
 def main() -> None:
@@ -282,7 +315,9 @@ def main() -> None:
             found = alone(lambda m=make, v=variant: m(v), left, arguments.seconds)
             rows[name] = {"library": library, "variant": variant, **rows.get(name, {}), **found}
             print(name, *(f"{k}: {rows[name][k]['verdict']}" for k in KINDS if k in rows[name]), flush=True)
-            arguments.json.write_text(json.dumps(rows, indent=1) + "\n")
+            new = arguments.json.with_suffix(".new")
+            new.write_text(json.dumps(rows, indent=1) + "\n")
+            new.replace(arguments.json)
     if arguments.markdown:
         arguments.markdown.write_text(page(rows))
 

@@ -18,7 +18,7 @@ PAGES = (
     "analyses/papers.md",
     "benchmarks/README.md",
     "benchmarks/results/derived-permutations.md",
-    "benchmarks/results/foreign-models.md",
+    "benchmarks/results/what-is-read.md",
     "benchmarks/results/wrapped-networks.md",
 )
 _LINK = re.compile(

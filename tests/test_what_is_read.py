@@ -12,6 +12,9 @@ import torch.nn.functional as F
 import what_is_read as study
 from torch import Tensor, nn
 
+from weightscope import anatomy
+from weightscope.errors import AnatomyError
+
 TIMM = small_models.words(
     "test_vit test_convnext test_efficientnet vit_tiny_patch16_224 cait_xxs24_224 coatnet_nano_rw_224 tiny_vit_5m_224 "
     "levit_128s lowformer_b0 efficientformer_l1 pvt_v2_b0 swinv2_cr_tiny_224 davit_tiny"
@@ -194,6 +197,20 @@ class Patches(nn.ConvTranspose2d):
 
     def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
         return super().forward(x.mT.unflatten(-1, (4, 4))).flatten(2).mT
+
+
+class Half(nn.Linear):
+    """A map of the first half of the channels."""
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x[..., : WIDTH // 2])
+
+
+def test_keys_and_values_of_different_widths_are_refused() -> None:
+    model = Attention("plain")
+    model.v = Half(WIDTH // 2, GROUPS * KEY)
+    with pytest.raises(AnatomyError, match="keys read 24 channels, values 12"):
+        anatomy.attention(model)
 
 
 class OneChannel(nn.Module):
