@@ -16,7 +16,7 @@ from weightscope._util.names import listing
 from weightscope._util.sources import is_population, population_member
 from weightscope._util.torch_random import seeded
 from weightscope.analysis.state_space_maps import check_size, rebuilt
-from weightscope.anatomy import FINDERS, parts_of, unreadable
+from weightscope.anatomy import parts_of, unreadable
 from weightscope.checkpoint import Checkpoint
 from weightscope.data import load
 from weightscope.data.augment import normalise
@@ -114,8 +114,8 @@ def _transformer(folder: Path) -> tuple[nn.Module, list[str]]:
             logging.enable_progress_bar()
     missing = listing(sorted(facts["missing_keys"]))
     notes = [f"{folder}: the file lacks {missing}, which have random values of seed 0"] * bool(missing)
-    lost = {name: why for name, why in unreadable(folder).items() if name not in FINDERS}
-    return model, notes + [f"{folder}: cannot be read as stored: `{name}`, {why}" for name, why in lost.items()]
+    lost = unreadable(folder).items()
+    return model, notes + [f"{folder}: cannot be read as stored: `{name}`, {why}" for name, why in lost]
 
 
 def _brief(error: BaseException) -> str:

@@ -79,13 +79,8 @@ _OWNERS: dict[str, Callable[[str], str | None]] = {"attention modules": _attenti
 
 def inventory(model: Model, config: Mapping[str, Any] | None = None) -> dict[str, int]:
     """The number of parts of each kind; 0 for a kind that cannot be read."""
-    tensors, out = named_tensors(model, config), {}
-    for kind, finder in FINDERS.items():
-        try:
-            out[kind] = len(finder(tensors))
-        except AnatomyError:
-            out[kind] = 0
-    return out
+    tensors = named_tensors(model, config)
+    return {kind: len(finder(tensors)) for kind, finder in FINDERS.items()}
 
 
 def _unread(kind: str, tensors: NamedTensors, parts: Parts[Any]) -> tuple[Unread, ...]:
@@ -103,12 +98,12 @@ def _refusal(kind: str, unread: Sequence[Unread], parts: int, caller: str) -> st
     """The error message for what looks like parts of a kind and was not read, with what to do next."""
     step = "store them as plain floating-point numbers of the usual shape"
     if not parts:
-        step = "none can be used; write an initialiser for this layout (docs: Your own initialiser)"
+        step = "none can be used"
     elif caller:
         step = f"strict=False uses the {parts} that were read and lists the others"
     return (
         f"expected {kind} that can be read, found {len(unread)} tensors that look like them and were not: "
-        f"{joined(map(str, unread), 3)}; {step}"
+        f"{joined(map(str, unread), 3 if parts else 1)}; {step}"
     )
 
 
@@ -215,16 +210,11 @@ def ssms(model: Model, config: Mapping[str, Any] | None = None, **options: Any) 
 
 
 def unreadable(model: Model, config: Mapping[str, Any] | None = None) -> dict[str, str]:
-    """What looks like a part of any kind and cannot be read: name of a tensor or a kind of parts -> why."""
+    """What looks like a part of any kind and cannot be read: name of a tensor or a module -> why."""
     tensors, out = named_tensors(model, config), dict[str, str]()
     for kind in FINDERS:
-        try:
-            parts = parts_of(kind, tensors, strict=None)
-        except AnatomyError as error:
-            out[kind] = str(error)
-        else:
-            places = ("" if u.layer is None else f" of layer {u.layer}" for u in parts.unread)
-            out |= {u.name: f"{kind}{place} {u.why}" for u, place in zip(parts.unread, places, strict=True)}
+        for one in parts_of(kind, tensors, strict=None).unread:
+            out[one.name] = f"{kind}{'' if one.layer is None else f' of layer {one.layer}'} {one.why}"
     return out
 
 

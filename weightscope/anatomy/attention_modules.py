@@ -50,7 +50,6 @@ def candidates(tensors: NamedTensors) -> list[Place]:
     }
     found = reader.of_one_width(places(tensors, schemes, reader.part))
     reader.check_given()
-    found = [replace(one, sure=True) if one.error else one for one in found]
     return found + reader.nameless({one.path for one in found})
 
 
@@ -164,6 +163,8 @@ class _Reader:
                 f"`{path}`: found {units} query rows, and no attribute or config with the number of heads of this part "
                 f"of width {width}; pass config={{'num_attention_heads': H}}, or --heads H (--heads PART=H,PART=H)"
             )
+        if inner % heads:
+            raise AnatomyError(f"`{path}`: {heads} heads do not divide the {inner} columns of the output")
         self.scopes[path] = scope if own is None else None
         return int(heads)
 
@@ -199,7 +200,7 @@ class _Reader:
                     f"one number of heads is stated for layers of widths {joined(map(str, sorted(widths[scope])), 4)}; "
                     "give --heads PART=H,PART=H (config={'heads': {PART: H}})"
                 )
-                place = Place(place.path, None, f"({why})", place.path, error=f"`{place.path}`: {why}")
+                place = Place(place.path, None, f"({why})", place.path, sure=True)
             out.append(place)
         return out
 

@@ -18,7 +18,7 @@ from weightscope.anatomy.attention_modules import find, same_block
 from weightscope.anatomy.attention_part import AttentionPart, Gain
 from weightscope.anatomy.tensors import ModuleTensors, NamedTensors, Parts, Place, in_layers
 from weightscope.anatomy.traced_rows import shared
-from weightscope.errors import AnatomyError, UsageError
+from weightscope.errors import UsageError
 
 _LARGEST = 1_500_000_000  # parameters of a network that is built, 6 GB
 # What the layout of attention does not depend on.
@@ -44,20 +44,16 @@ def find_attention(tensors: NamedTensors) -> Parts[AttentionPart]:
     """
     if isinstance(tensors, ModuleTensors):
         return traced.find_attention(tensors)
-    parts, failed = Parts[AttentionPart](), None
+    parts = Parts[AttentionPart]()
     if "code" not in tensors.config:
-        try:
-            parts = find(tensors)
-        except AnatomyError as error:
-            failed = error
-        if not parts.unread and failed is None:
+        parts = find(tensors)
+        if not parts.unread:
             return parts
     try:
         coded = places_of_code(tensors)
     except _NotBuiltError as error:
-        coded, failed = [], failed and AnatomyError(f"{failed}; {error}")
-    if not coded and failed is not None:
-        raise failed
+        coded = []
+        parts.unread = tuple(replace(one, why=f"{one.why}; {error}") for one in parts.unread)
     if not coded and "code" in tensors.config:
         raise UsageError("code: none of the attention modules that its forward pass shows has the names of the file")
     if not coded:

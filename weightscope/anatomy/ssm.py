@@ -71,8 +71,8 @@ def find(tensors: NamedTensors) -> Parts[SSMPart]:
     known = {place.path for place in found}
     for name in (name for name in tensors.names if name.endswith("A_log")):
         if (path := name.removesuffix("A_log").removesuffix(".")) not in known:
-            why = f"`{name}`: expected the other tensors of a Mamba layer beside it, found others or none"
-            found.append(Place(path, None, f"({why})", name, error=why))
+            why = "(expected the other tensors of a Mamba layer beside it, found others or none)"
+            found.append(Place(path, None, why, name, sure=True))
     return in_layers(found, tensors)
 
 

@@ -446,7 +446,6 @@ class Place:
     why: str = ""
     name: str = ""  # of the tensor at fault
     sure: bool = False  # whether it is a part; else it is one if others with such a path are
-    error: str = ""  # for the user, if no other part can be read, either
 
 
 def places(
@@ -510,7 +509,7 @@ def _read(tensors: NamedTensors, prefix: str, keys: Sequence[str], build: Callab
             if (found := math.prod(tensors.shape(name))) != n:
                 raise AnatomyError(f"`{name}`: expected {n} entries, one for each row of its matrix, found {found}")
     except AnatomyError as error:
-        return Place(path, None, f"({str(error).removeprefix(f'`{path}`: ')})", path, error=str(error))
+        return Place(path, None, f"({str(error).removeprefix(f'`{path}`: ')})", path, sure=True)
     shapes = "" if part else ", ".join(str(tensors.shape(name)) for name in names)
     return Place(path, part, f"(of shapes {shapes})" if shapes else "", path)
 
@@ -529,8 +528,6 @@ def in_layers(
     given = list(found)
     good = {template(place.path) for place in given if place.part is not None}
     kept = [p for p in given if p.part is not None or p.sure or template(p.path) in good]
-    if not good and (wrong := [place.error for place in given if place.error]):
-        raise AnatomyError(wrong[0])
     if not isinstance(tensors, ModuleTensors):  # which has all of its blocks
         kept = _with_absent(kept, tensors)
     out, unread, last, layer = Parts[Any](), [], None, -1

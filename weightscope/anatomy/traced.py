@@ -118,7 +118,7 @@ def _found(tensors: ModuleTensors, kind: str, named: Iterable[Place], shows: str
         elif not own & used:
             said = f": {failed[path]}" if path in failed else ""
             why = f"(`{path}` could not be run on random inputs{said}; give the model an attribute example_input_array)"
-            places.append(Place(known.path, None, why, name, sure=True, error=f"`{known.path}`: {why}"))
+            places.append(Place(known.path, None, why, name, sure=True))
         elif not own & seen and not any(place.path == known.path for place in every):
             places.append(Place(known.path, None, f"(its forward pass shows {shows})", name, sure=True))
     order = {name: i for i, name in enumerate(tensors.every)}
