@@ -16,15 +16,6 @@ _WINDOWS = ("sliding_window", "window_size", "local_window_size", "attention_win
 PartName = Literal["q", "k", "v", "o"]
 
 
-KINDS = {
-    "self": "queries, keys and values of one stream of tokens",
-    "cross": "keys and values of another stream of tokens than the queries",
-    "channels": "attention between channels, not between tokens",
-    "pooled": "queries that are learned or of one token, which pool the others",
-}
-"""What an attention module attends from and to."""
-
-
 NOTES = {
     "heads mixed": "maps of several heads are mixed",
     "activated": "a nonlinear function acts between the values and the output projection",
@@ -61,7 +52,8 @@ class AttentionPart(InSlots):
 
     layer: int  # over the whole model, from 0; self- and cross-attention of one block share it
     name: str  # path of the attention module, including the components that wrappers add
-    kind: Literal["self", "cross", "channels", "pooled"]  # see `KINDS`
+    # cross: keys and values of another stream than queries; pooled: queries that are learned or of one token.
+    kind: Literal["self", "cross", "channels", "pooled"]
     heads: int  # H, number of query heads
     kv_heads: int  # number of key/value heads; less than H for grouped queries
     width: int  # d, of the residual stream that queries read

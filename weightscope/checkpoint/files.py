@@ -33,7 +33,6 @@ _NPZ, _GGUF, _FLAX, _PICKLE = ".npz", ".gguf", ".msgpack", ".pkl"
 SUFFIXES = (".safetensors", *TORCH_SUFFIXES, _NPZ, _GGUF, _FLAX)  # a .pkl in a folder may be anything
 _KERAS = (".h5", ".hdf5", ".keras")
 _ZOO_FILE = "checkpoints"  # of torch.save, in the folders of Model Zoos
-_NPY_HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
 _HASH = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 
 
@@ -202,8 +201,9 @@ def _open_npz(path: Path, where: str) -> Store:
 def _npz_array(archive: zipfile.ZipFile, entry: zipfile.ZipInfo, name: str, where: str) -> StoredTensor | str:
     """An array by its header, or why it is not read."""
     with archive.open(entry) as stream:
-        version = np.lib.format.read_magic(stream)
-        shape, _, dtype = _NPY_HEADERS[version](stream)
+        first = np.lib.format.read_magic(stream) == (1, 0)
+        read = np.lib.format.read_array_header_1_0 if first else np.lib.format.read_array_header_2_0
+        shape, _, dtype = read(stream)
     native = np.dtype(np.int16) if dtype == "V2" else dtype.newbyteorder("=")
     if native.char not in "?bhilqBHILQefdFD":  # what torch has
         return f"{'pickled objects' if dtype.hasobject else f'of type {dtype}'}, not read"
@@ -224,16 +224,7 @@ def _npz_errors(where: str) -> Iterator[None]:
     """DataError for what zipfile and NumPy raise when a file is not one of `numpy.savez`."""
     try:
         yield
-    except (
-        OSError,
-        LookupError,
-        ValueError,
-        TypeError,
-        EOFError,
-        zlib.error,
-        zipfile.BadZipFile,
-        NotImplementedError,
-    ) as error:
+    except (OSError, ValueError, TypeError, EOFError, zlib.error, zipfile.BadZipFile, NotImplementedError) as error:
         raise DataError(f"{where}: expected a file of numpy.savez, found a damaged or another one ({error})") from error
 
 
