@@ -29,12 +29,12 @@ from weightscope.data.sequences import TASKS
 from weightscope.errors import DataError, RecipeError, UsageError
 from weightscope.fits.fitting import fit
 from weightscope.init import _trained, mimetic_mlp_
+from weightscope.init.named import resolve
 from weightscope.networks import build_for
 from weightscope.recipe import InitConfig, Recipe
 from weightscope.spec import WeightSpec
 from weightscope.statistics.samples import WeightArray
 from weightscope.training import request
-from weightscope.training.initial_weights import resolve
 
 pytestmark = pytest.mark.usefixtures("trained_here")
 

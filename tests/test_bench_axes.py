@@ -16,13 +16,14 @@ from scipy.stats import ttest_rel
 
 from weightscope import plots, training
 from weightscope.benchmarking import BenchResult, bench, mean_curves, plan_arms, plan_bench, summarise
-from weightscope.benchmarking.design import combinations_of, labelled, parse_init, point_text
+from weightscope.benchmarking.design import combinations_of, point_text
 from weightscope.benchmarking.run import Design
 from weightscope.cli import cli
 from weightscope.cli.options import varied
 from weightscope.errors import RecipeError, Resumable, UsageError
 from weightscope.fits import PopulationFit
 from weightscope.fits.fitting import fit
+from weightscope.init.named import labelled, parse_init
 from weightscope.population import Population
 from weightscope.recipe import InitConfig, Recipe
 from weightscope.training import planning

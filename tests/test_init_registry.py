@@ -99,6 +99,7 @@ def test_initialisers_run_in_order_with_one_generator(name):
     one, other = vit(), vit()
     assert made()(one, generator=seeded(4)) is one
     assert equal(one, by_hand(other, seeded(4)))
+    assert equal(one, made()(vit(), generator=4)), "an integer is the seed of one generator for all"
     assert not equal(one, vit())
 
 

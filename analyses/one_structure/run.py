@@ -26,10 +26,10 @@ from weightscope._util.arms import CONTROLS
 from weightscope._util.environment import environment
 from weightscope.analysis.exchangeable import covariance_exchangeable
 from weightscope.benchmarking import BenchResult, bench, choose_gain
-from weightscope.benchmarking.design import labelled
 from weightscope.benchmarking.statistics import holm
 from weightscope.data.readers import fashion_mnist_at_hand
 from weightscope.fits.fitting import fit, fit_each
+from weightscope.init.named import labelled
 from weightscope.population import Population
 from weightscope.recipe import InitConfig, Recipe
 from weightscope.training.collection import collect

@@ -1,15 +1,10 @@
-"""What a benchmark compares: cells, combinations of fields of a recipe, and in each cell arms of initialisers.
+"""What a benchmark compares: cells, combinations of fields of a recipe, and in each cell arms of initialisers."""
 
-Initialisers are written as names, numbers in parentheses, files or functions.
-"""
-
-import ast
-import functools
 import hashlib
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
@@ -17,16 +12,12 @@ from typing import Any
 
 from weightscope._util.arms import CONTROLS, FROZEN, epochs_text, point_text, value_text
 from weightscope._util.checks import choice, count
-from weightscope._util.names import shortened, split_initialisers
-from weightscope._util.plugins import name_of, reference_to
 from weightscope.errors import RecipeError, UsageError
+from weightscope.init.named import Init, init_table, labelled, numbers_text, short_name
 from weightscope.recipe import InitConfig, Recipe
-from weightscope.recipe.recipe import validated
 
 SECTIONS = ("network", "data", "training", "distillation")  # whose fields may vary
-Init = str | Path | InitConfig | Callable[..., Any] | Mapping[str, Any]
 
-_FORM = re.compile(r"\s*([\w.:-]+)\s*(?:\((.*)\))?\s*", re.DOTALL)
 _LONGEST = 120  # characters of a folder's name
 _LENGTH = "training.epochs"
 
@@ -50,90 +41,6 @@ def combinations_of(given: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
             raise UsageError(f"{names}: expected a list of values{several} to vary it, found {values!r}")
         axes.append([dict(zip(keys, point, strict=True)) for point in points])
     return [{name: value for point in chosen for name, value in point.items()} for chosen in product(*axes)]
-
-
-# --- initialisers -----------------------------------------------------------------------------------------------------
-
-
-def labelled(init: Init) -> tuple[str, InitConfig]:
-    """The label of an initialiser and its [init] table."""
-    if isinstance(init, Mapping):
-        return labelled(init_table(init))
-    if isinstance(init, InitConfig):
-        label = short_name(init.name) + numbers_text(init.parameters)
-        if init.artifact is not None:
-            stem = Path(init.artifact).stem
-            label = stem if init.name == "default" else f"{stem}+{label}"
-        return label + (CONTROLS[init.control].suffix if init.control else ""), init
-    if isinstance(init, str | Path):
-        path = Path(init)
-        if match := re.fullmatch(r"hf://([^+]+)(\+.*)?", str(init)):
-            from weightscope.checkpoint.hub import artifact_file  # imports huggingface_hub
-
-            file = artifact_file(f"hf://{match[1]}")
-            label, config = labelled(f"{file}{match[2] or ''}")
-            return match[1].partition("@")[0].rpartition("/")[2] + label.removeprefix(file.stem), config
-        if match := re.fullmatch(r"(.+\.safetensors)(?:\+([^/]+))?", str(init)):
-            on_top = parse_init(match[2]) if match[2] else InitConfig()
-            return labelled(on_top.model_copy(update={"artifact": match[1]}))
-        if path.suffix == ".toml":
-            return path.stem, InitConfig.load(path)
-        return labelled(parse_init(str(init)))
-    if not callable(init):
-        raise UsageError(f"inits: expected a name, a file, a callable or an InitConfig, found {init!r}")
-    numbers = numbers_text(init.keywords) if isinstance(init, functools.partial) else ""
-    return name_of(init) + numbers, labelled(reference_to(init))[1]
-
-
-def parse_init(text: str) -> InitConfig:
-    """The [init] table of `"name"`, `"name(number=1.5)"`, or several of these joined by `+`."""
-    names: list[str] = []
-    numbers: dict[str, Any] = {}
-    for part in split_initialisers(text):
-        found = _FORM.fullmatch(part)
-        if found is None:
-            raise UsageError(f"--init: expected NAME or NAME(NUMBER=VALUE, ...), found {shortened(text)!r}")
-        names.append(found[1])
-        for key, value in _keywords(found[2] or "", text):
-            if key in numbers:
-                raise UsageError(f"--init: expected {key} once, found it twice in {text!r}")
-            numbers[key] = value
-    return init_table({"name": "+".join(names), **numbers})
-
-
-def init_table(values: Mapping[str, Any]) -> InitConfig:
-    """The [init] table of a mapping."""
-    return validated(InitConfig, dict(values), "init")
-
-
-def short_name(name: str) -> str:
-    """`my_init` for `package.module:my_init`; names joined by `+` stay joined."""
-    return "+".join(part.strip().rpartition(":")[2].rpartition(".")[2] for part in name.split("+"))
-
-
-def numbers_text(numbers: Mapping[str, Any]) -> str:
-    """` (alpha_qk=0.6)`, or nothing without numbers."""
-    inner = ", ".join(f"{key}={value}" for key, value in numbers.items())
-    return f" ({inner})" if inner else ""
-
-
-def _keywords(inner: str, text: str) -> list[tuple[str, Any]]:
-    """The names and values of `a=1, b="x"`; nothing is executed."""
-    try:
-        call = ast.parse(f"f({inner})", mode="eval").body
-        assert isinstance(call, ast.Call)
-        if call.args or any(keyword.arg is None for keyword in call.keywords):
-            raise ValueError
-        return [(str(keyword.arg), _literal(keyword.value)) for keyword in call.keywords]
-    except (SyntaxError, ValueError, AssertionError):
-        raise UsageError(f"--init: expected NUMBER=VALUE, ... in the parentheses, found {text!r}") from None
-
-
-def _literal(node: ast.expr) -> Any:
-    """A value, where `true` and `false` may be spelt as in recipes."""
-    if isinstance(node, ast.Name) and node.id in ("true", "false"):
-        return node.id == "true"
-    return ast.literal_eval(node)
 
 
 # --- arms -------------------------------------------------------------------------------------------------------------

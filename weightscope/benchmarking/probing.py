@@ -13,12 +13,13 @@ from torch import Tensor, nn
 from weightscope._util import atomic
 from weightscope._util.environment import environment
 from weightscope._util.torch_random import seeded
-from weightscope.benchmarking.design import Init, default_folder
+from weightscope.benchmarking.design import default_folder
 from weightscope.benchmarking.result import BenchResult
 from weightscope.benchmarking.run import PROBES, RUNS, Design
 from weightscope.data import Dataset
 from weightscope.data.augment import normalise
 from weightscope.errors import UsageError
+from weightscope.init.named import Init
 from weightscope.networks import build_for
 from weightscope.population import recipe_of
 from weightscope.recipe import Recipe

@@ -26,18 +26,19 @@ from weightscope._util.sources import as_path, is_population
 from weightscope._util.threads import one_thread
 from weightscope._util.trust import trusting
 from weightscope._util.workers import Workers, chosen_workers
-from weightscope.benchmarking.design import Arm, Init, default_folder, plan_arms
+from weightscope.benchmarking.design import Arm, default_folder, plan_arms
 from weightscope.benchmarking.result import BenchResult
 from weightscope.benchmarking.statistics import ArmKey, Contrast, arm_key, contrast_tests, summarise
 from weightscope.data.metrics import ACCURACY, METRICS, PER_EPOCH, Metric, over_lengths
 from weightscope.errors import RecipeError, UsageError
+from weightscope.init.named import Init, resolve
 from weightscope.networks import build_for
 from weightscope.population import Population, recipe_of, shards
 from weightscope.population import manifest as manifests
 from weightscope.recipe import BenchConfig, Recipe
 from weightscope.training.collection import TileResult, train
 from weightscope.training.devices import check_memory, resolve_device
-from weightscope.training.initial_weights import check_initialisers, resolve
+from weightscope.training.initial_weights import check_initialisers
 from weightscope.training.planning import tile_seconds
 from weightscope.training.request import Request, choose_tile
 

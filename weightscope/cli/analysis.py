@@ -339,9 +339,8 @@ def _initialised(first: Any, inits: Sequence[str], part: Any) -> list[tuple[Any,
     import torch
 
     from weightscope.analysis.within_network import skeleton
-    from weightscope.benchmarking.design import labelled
+    from weightscope.init.named import labelled, resolve
     from weightscope.population import open_network
-    from weightscope.training.initial_weights import resolve
 
     first, out = open_network(first), []
     for label, config in map(labelled, inits):
@@ -553,7 +552,7 @@ def audit(
     model = open_network(source)
     name, parameters = init, {}
     if init is not None and (init.endswith(".toml") or "(" in init):
-        from weightscope.benchmarking.design import labelled  # and, with it, all of training
+        from weightscope.init.named import labelled
 
         parsed = labelled(init)[1]
         name, parameters = parsed.name, parsed.parameters

@@ -12,11 +12,11 @@ from weightscope._util import atomic
 from weightscope._util.checks import count
 from weightscope.analysis.exchangeable import covariance_exchangeable
 from weightscope.benchmarking import BenchResult, bench
-from weightscope.benchmarking.design import Init
 from weightscope.cli.page import Section, population_sections, write_html
 from weightscope.data.metrics import ACCURACY
 from weightscope.errors import UsageError
 from weightscope.fits.fitting import fit
+from weightscope.init.named import Init
 from weightscope.plots.theme import decimals, interval, signed
 from weightscope.population import Population
 from weightscope.recipe import InitConfig, Recipe

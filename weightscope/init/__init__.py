@@ -6,7 +6,8 @@ underscore. `get` and `compose` also take functions of your own, or references t
 
 Parameters that many have:
 
-- `generator`: a CPU generator; None for torch's global one. Not used where nothing is random.
+- `generator`: a CPU generator, or an integer, the seed of a new one; None for torch's global one. Not used where
+  nothing is random.
 - `strict`: whether tensors that look like the parts and cannot be set are an error; if not, a warning lists them.
 - `layers`: which ones, counted from 0, negative numbers from the end; None for all.
 - `select`: shell patterns of tensor names, comma-separated. `bias`: "uniform" in +-1/sqrt(fan_in), "zero", or "keep".

@@ -50,7 +50,7 @@ CONSTRUCTIONS = ("svd", "same-random")
 
 def noisy_identity(d: int, alpha: float, beta: float, generator: Generator) -> Tensor:
     """`alpha Z + beta I` with the entries of Z from N(0, 1/d), float32 (d, d)."""
-    out = torch.empty(d, d, dtype=torch.float32).normal_(std=alpha / math.sqrt(d), generator=generator)
+    out = normal(d, d, generator=generator).mul_(alpha / math.sqrt(d))
     out.diagonal().add_(beta)
     return out
 

@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, TypeAlias, TypeVar
@@ -10,7 +10,7 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 from torch import Tensor, nn
 
-from weightscope._util.checks import choice
+from weightscope._util.checks import choice, count
 from weightscope._util.names import matching, split_initialisers
 from weightscope._util.plugins import Registry, Signature, distribute, name_of
 from weightscope._util.threads import one_thread
@@ -21,29 +21,42 @@ from weightscope.errors import DataError, UsageError, WeightscopeError
 
 M = TypeVar("M", bound=nn.Module)
 F = TypeVar("F", bound=Callable[..., Any])
-Generator: TypeAlias = torch.Generator | None
+Generator: TypeAlias = torch.Generator | int | None
 
 
 Initialiser: TypeAlias = Callable[..., nn.Module]
 """`init(module, *, generator=None)`: sets weights of a module in place and returns the module."""
 
 
-def check_generator(generator: Generator) -> None:
-    """Refuse what is no generator of the CPU, where numbers are drawn: a seed gives the same weights on any device."""
+def opened(generator: Generator) -> torch.Generator | None:
+    """The generator, or a new one of an integer seed; on the CPU, so that a seed gives the same weights everywhere."""
+    if isinstance(generator, int):
+        return torch.Generator().manual_seed(count("generator", generator, least=0))
     if not isinstance(generator, torch.Generator | None):
-        raise UsageError(f"generator: expected a torch.Generator or None, found {type(generator).__name__}")
+        raise UsageError(f"generator: expected a torch.Generator, a seed or None, found {type(generator).__name__}")
     if generator is not None and generator.device.type != "cpu":
         raise UsageError(f"generator: expected a CPU generator (torch.Generator()), found one on {generator.device}")
+    return generator
 
 
 def normal(*shape: int, generator: Generator, dtype: torch.dtype = torch.float32) -> Tensor:
     """Standard normal numbers on the CPU."""
-    return torch.randn(*shape, generator=generator, dtype=dtype)
+    return torch.randn(*shape, generator=opened(generator), dtype=dtype)
 
 
 def uniform(*shape: int, bound: float, generator: Generator) -> Tensor:
     """Uniform numbers in [-bound, bound) on the CPU, float32."""
-    return torch.rand(*shape, generator=generator, dtype=torch.float32).mul_(2 * bound).sub_(bound)
+    return torch.rand(*shape, generator=opened(generator), dtype=torch.float32).mul_(2 * bound).sub_(bound)
+
+
+def integers(below: int, shape: Sequence[int], generator: Generator) -> Tensor:
+    """Uniform integers from 0 to `below` - 1 on the CPU."""
+    return torch.randint(below, shape, generator=opened(generator))
+
+
+def permutation(n: int, generator: Generator) -> Tensor:
+    """The numbers 0 to n - 1 in a random order, on the CPU."""
+    return torch.randperm(n, generator=opened(generator))
 
 
 def frame(*shape: int, generator: Generator, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -113,7 +126,7 @@ class _Initialisers(Registry[F]):
                 name = function.__name__
                 # Without the caller's autocast, which would round what is computed.
                 with one_thread(), running(name), torch.autocast("cpu", enabled=False):
-                    check_generator(parameters.get("generator"))
+                    parameters["generator"] = opened(parameters.get("generator"))
                     if details.get("needs") == "nothing" or not isinstance(module, nn.Module):
                         return function(module, *args, **parameters)
                     with writable(module, name, idle=details.get("may_set_nothing", False)) as inner:
@@ -134,7 +147,7 @@ def _of_user(
     name: str, function: Callable[..., Any], module: nn.Module, /, *, generator: Generator = None, **parameters: Any
 ) -> nn.Module:
     """Run an unregistered initialiser, and check that it returns the module."""
-    check_generator(generator)
+    generator = opened(generator)
     try:
         with one_thread(), running(name), all_or_nothing():
             found = function(module, **parameters, generator=generator)
@@ -169,16 +182,22 @@ def get(init: str | Callable[..., Any], **numbers: Any) -> Initialiser:
         >>> get("mimetic_attention", alpha_qk=0.6)(vit, generator=torch.Generator().manual_seed(0))
         >>> get("my_package.inits:orthogonal_heads", gain=0.5)(vit)
     """
-    steps: list[Any] = [part.strip() for part in split_initialisers(init)] if isinstance(init, str) else [init]
-    signatures = [_signature(step) for step in steps]
-    bound: list[Initialiser] = []
-    for step, signature, given in zip(steps, signatures, distribute(signatures, numbers), strict=True):
+    found = [step for _, step in steps(init, **numbers)]
+    return found[0] if len(found) == 1 else compose(*found)
+
+
+def steps(init: str | Callable[..., Any], **numbers: Any) -> list[tuple[str, Initialiser]]:
+    """The initialisers that `get` composes, with their names."""
+    names: list[Any] = [part.strip() for part in split_initialisers(init)] if isinstance(init, str) else [init]
+    signatures = [_signature(name) for name in names]
+    bound: list[tuple[str, Initialiser]] = []
+    for name, signature, given in zip(names, signatures, distribute(signatures, numbers), strict=True):
         signature.require(given)
-        function = INITIALISERS.find(step)
+        function = INITIALISERS.find(name)
         registered = function in INITIALISERS.values()
         run = function if registered else functools.partial(_of_user, signature.name, function)
-        bound.append(functools.partial(run, **given))
-    return bound[0] if len(bound) == 1 else compose(*bound)
+        bound.append((signature.name, functools.partial(run, **given)))
+    return bound
 
 
 def compose(*initialisers: str | Callable[..., Any]) -> Initialiser:
@@ -189,11 +208,12 @@ def compose(*initialisers: str | Callable[..., Any]) -> Initialiser:
     """
     if not initialisers:
         raise UsageError("compose: expected at least one initialiser, found none")
-    steps = [get(step) for step in initialisers]
+    found = [get(one) for one in initialisers]
 
     @all_or_nothing()
     def composed(module: nn.Module, *, generator: Generator = None) -> nn.Module:
-        for step in steps:
+        generator = opened(generator)
+        for step in found:
             module = step(module, generator=generator)
         return module
 

@@ -15,7 +15,7 @@ from weightscope.anatomy.effective import plain, writable
 from weightscope.anatomy.matrices import Matrix, matrices
 from weightscope.errors import AnatomyError, UsageError
 from weightscope.init._trained import found_parts
-from weightscope.init.base import Generator, Initialiser, M, normal, put, running
+from weightscope.init.base import Generator, Initialiser, M, integers, normal, opened, put, running
 from weightscope.spec import WeightSpec
 from weightscope.statistics.permutations import PermutationSpec
 
@@ -71,10 +71,11 @@ class ScaleControl:
     @torch.no_grad()
     def __call__(self, module: M, *, generator: Generator = None) -> M:
         """Set the tensors of a module with its default weights, in place."""
+        generator = opened(generator)
         with running("scale control"), writable(module, "scale control", idle=True) as inner:
             for key, block in _blocks(inner).items():
                 if key in self.entries:
-                    chosen = torch.randint(len(self.entries[key]), block.shape, generator=generator)
+                    chosen = integers(len(self.entries[key]), block.shape, generator)
                     put(block, self.entries[key][chosen])
                 elif key in self.moments:
                     mean, std = self.moments[key]
@@ -141,6 +142,7 @@ class UncorrelatedControl:
         """Set the tensors of a module with its default weights, in place."""
         from weightscope.statistics.exchangeable import assembled, projection
 
+        generator = opened(generator)
         with running("uncorrelated control"), writable(module, "uncorrelated control", idle=True) as inner:
             parts = {}
             for kind, std in zip(self.permutations.types, self.stds, strict=True):

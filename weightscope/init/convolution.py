@@ -13,7 +13,7 @@ from weightscope._util.checks import choice, count, number, positive
 from weightscope.anatomy import DepthwisePart, depthwise
 from weightscope.anatomy.convolution import listed
 from weightscope.errors import DataError, UsageError
-from weightscope.init.base import INITIALISERS, Generator, M, normal
+from weightscope.init.base import INITIALISERS, Generator, M, integers, normal, permutation
 from weightscope.statistics.filters import (
     Schedule,
     at_depth,
@@ -193,8 +193,8 @@ def impulse_filters_(
         pixels = central_pixels(part, filter_size)
         channels = torch.arange(part.channels)
         if order == "random":
-            pixels = pixels[torch.randperm(len(pixels), generator=generator)]
-            channels = channels[torch.randperm(part.channels, generator=generator)]
+            pixels = pixels[permutation(len(pixels), generator)]
+            channels = channels[permutation(part.channels, generator)]
         taps = pixels[channels % len(pixels)]
         filters = torch.zeros(part.channels, math.prod(part.kernel)).scatter_(1, taps[:, None], 1.0)
         part.write(_signed(filters, sign, generator).reshape(part.channels, *part.kernel))
@@ -203,7 +203,7 @@ def impulse_filters_(
 
 def _signed(filters: Tensor, sign: str, generator: Generator) -> Tensor:
     """Filters (C, f^2), each times 1 or -1 with equal probability if the sign is "random"."""
-    return filters * (torch.randint(2, (len(filters), 1), generator=generator) * 2 - 1) if sign == "random" else filters
+    return filters * (integers(2, (len(filters), 1), generator) * 2 - 1) if sign == "random" else filters
 
 
 def central_pixels(part: DepthwisePart, filter_size: int | None) -> Tensor:

@@ -21,7 +21,7 @@ from weightscope.fits.population_fit import PopulationFit, load_artifact
 from weightscope.fits.pretrained import placed
 from weightscope.fits.resizing import resized_fit
 from weightscope.init.attention import write_query_key, write_value_output
-from weightscope.init.base import Generator, M, check_generator, running
+from weightscope.init.base import Generator, M, normal, opened, running
 from weightscope.init.convolution import conv_covariance_, draw_transferred
 from weightscope.spec import WeightSpec
 
@@ -58,7 +58,7 @@ class FittedInit:
 
         With `strict=False`, tensors that are missing or misshapen are listed in the report, otherwise an error.
         """
-        check_generator(generator)
+        generator = opened(generator)
         if not isinstance(module, nn.Module):
             raise UsageError(f"load_init: expected a module, found {type(module).__name__}")
         with running("load_init"), writable(module, "load_init") as inner:
@@ -107,12 +107,12 @@ class PopulationInit(FittedInit):
             more = f" and {len(texts) - 3} more" if len(texts) > 3 else ""
             raise SpecError(f"the artifact is for another network: {'; '.join(texts[:3])}{more}")
 
-        def normal(shape: tuple[int, ...]) -> np.ndarray:
-            return torch.randn(*shape, generator=generator, dtype=torch.float64).numpy()
+        def draws(shape: tuple[int, ...]) -> np.ndarray:
+            return normal(*shape, generator=generator, dtype=torch.float64).numpy()
 
         values: dict[str, np.ndarray] = {}
         for group in found.groups:
-            values |= group.spec.unpack(group.draw(normal, 1)[0])
+            values |= group.spec.unpack(group.draw(draws, 1)[0])
         values = {name: values[name] for name in fits}
         if source is not None:
             values = {own: part for name, value in values.items() for own, part in source.split(name, value).items()}

@@ -25,7 +25,7 @@ from weightscope.anatomy.embedding import Offset, TokenGrid
 from weightscope.anatomy.traced_rows import shared
 from weightscope.errors import AnatomyError, DataError, UsageError
 from weightscope.init._trained import token_grid
-from weightscope.init.base import INITIALISERS, Generator, M, frame, normal
+from weightscope.init.base import INITIALISERS, Generator, M, frame, normal, permutation
 from weightscope.init.baselines import truncated
 from weightscope.networks.layers import sinusoidal_positions
 
@@ -427,7 +427,7 @@ def _plans(
         if not (same_layers and shape in kept):
             offsets = list(itertools.islice(in_turn, part.heads)) if rule != "random" else []
             while len(offsets) < part.heads:
-                offsets += [known[i] for i in torch.randperm(len(known), generator=generator).tolist()]
+                offsets += [known[i] for i in permutation(len(known), generator).tolist()]
             rotations = [frame(k, k, generator=generator, dtype=torch.float64) for _ in range(part.kv_heads)]
             before = {name: part.read(name).cpu() for name in QUERY_KEY}
             if bad := next((name for name, value in before.items() if not bool(value.isfinite().all())), None):

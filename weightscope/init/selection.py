@@ -12,7 +12,7 @@ from weightscope.anatomy import named_tensors
 from weightscope.anatomy.places import Source
 from weightscope.errors import SpecError
 from weightscope.init import _trained
-from weightscope.init.base import INITIALISERS, Generator, M, put
+from weightscope.init.base import INITIALISERS, Generator, M, permutation, put
 
 LAYERS = ("first", "spaced", "linspace")
 ELEMENTS = ("uniform", "linspace", "consecutive", "random", "random-inconsistent", "l1", "magnitude")
@@ -196,7 +196,7 @@ class Selection:
             norms = tensor.float().abs().transpose(0, axis).reshape(large, -1).sum(1)
             return norms.topk(small).indices.sort().values
         if self.rule == "random-inconsistent":
-            return torch.randperm(large, generator=self.generator)[:small].sort().values
+            return permutation(large, self.generator)[:small].sort().values
         if (large, small) not in self.kept:
-            self.kept[large, small] = torch.randperm(large, generator=self.generator)[:small].sort().values
+            self.kept[large, small] = permutation(large, self.generator)[:small].sort().values
         return self.kept[large, small]

@@ -13,7 +13,7 @@ from weightscope.anatomy.matrices import Matrix, matrices
 from weightscope.anatomy.places import Source, places
 from weightscope.errors import DataError, SpecError, UsageError
 from weightscope.init import _trained
-from weightscope.init.base import INITIALISERS, Generator, M, put
+from weightscope.init.base import INITIALISERS, Generator, M, permutation, put
 
 
 def _taken(module: nn.Module, source: Any, wanted: dict[str, Tensor], filters: str = "exact") -> dict[str, Tensor]:
@@ -192,6 +192,6 @@ def permute_(
         for block in matrix.split(matrix.weight):
             flat = block.flatten(1)
             rows = flat.reshape(-1, 1) if mode == "entries" else flat.T if mode == "columns" else flat
-            rows = rows[torch.randperm(len(rows), generator=generator).to(rows.device)]
+            rows = rows[permutation(len(rows), generator).to(rows.device)]
             put(block, (rows.T if mode == "columns" else rows).reshape(block.shape))
     return module

@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from weightscope import init as initialisers
 from weightscope._util.seeding import Purpose, torch_seed
 from weightscope._util.torch_random import seeded
 from weightscope.anatomy.permutation_groups import permutations_of
 from weightscope.errors import AnatomyError, DataError, RecipeError, SpecError, UsageError
 from weightscope.init.controls import ScaleControl, UncorrelatedControl
+from weightscope.init.named import resolve
 from weightscope.recipe import InitConfig, Recipe
 from weightscope.spec import WeightSpec
 from weightscope.statistics.permutations import PermutationSpec
@@ -87,13 +87,3 @@ def _initialised(recipe: Recipe, k: int, function: Initialiser, build: Build) ->
     if lines := spec.differences(WeightSpec.of(module)):
         raise UsageError(f"{name}: expected an initialiser to keep names and shapes, found {'; '.join(lines)}")
     return module
-
-
-def resolve(config: InitConfig) -> Initialiser:
-    """The initialiser of an [init] table: an artifact's, then the named ones on top, several joined by `+`."""
-    if config.artifact is None:
-        return initialisers.get(config.name, **config.parameters)
-    fitted = initialisers.load_init(config.artifact)
-    if config.name == "default" and not config.parameters:
-        return fitted
-    return initialisers.compose(fitted, initialisers.get(config.name, **config.parameters))

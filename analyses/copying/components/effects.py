@@ -10,8 +10,8 @@ import numpy as np
 
 from weightscope._util.results import text_table
 from weightscope.benchmarking import BenchResult
-from weightscope.benchmarking.design import labelled
 from weightscope.benchmarking.statistics import holm, holm_levels, paired
+from weightscope.init.named import labelled
 from weightscope.recipe import Recipe
 
 HERE = Path(__file__).parent
