@@ -101,6 +101,7 @@ MEANT = {"--network": {"0"}, "--shard": {"0"}, "--seed": {"0"}, "--price": {"0"}
 GAIN = ("tiny.pop", "--structure", "exchangeable", "--gain", "auto", "-o", "a.safetensors")
 SETTINGS = {  # command or option -> what it needs to run
     "demo": ("-o", "demo"),
+    "init": ("weightscope.networks:ViT", "--init", "mimetic_mlp", "-o", "a.pt"),
     "collect": ("tiny.toml", "-o", "a.pop"),
     "import": ("vit.pt", "-o", "a.pop"),
     "covariance": ("tiny.pop", "--part", "filters"),
@@ -232,6 +233,24 @@ WRONG = [
     (("bench", "TINY", "--init", "default", "--probe", "--workers", "2"), 2, "--workers cannot be combined with"),
     (("collect", "TOML", "-o", "x.pop", "--device", "cudaa"), 2, "no device 'cudaa'; expected auto, cpu or cuda"),
     (("collect", "BAD", "-o", "x.pop"), 2, "training.lr: unknown key"),
+    (("collect", "TOML", "-o", "x.pop", "--set", "training.epoch=2"), 2, "training.epoch: unknown key"),
+    (("bench", "TOML", "--init", "default", "--set", "training.epochs=0"), 2, "training.epochs: "),
+    (
+        (
+            "fit-init",
+            "vit.pt",
+            "--structure",
+            "identity_product",
+            "--option",
+            "config={}",
+            "--heads",
+            "2",
+            "-o",
+            "x.safetensors",
+        ),
+        2,
+        "--option config=: expected it or --heads, --layout and --code, found both",
+    ),
     (("collect", "TOML", "-o", "x.pop", "--plan", "--shard", "3"), 2, "--shard cannot be combined with --plan"),
     (("covariance", "TINY", "--select", "*.mlp.fc3.weight"), 2, "no tensor matches '*.mlp.fc3.weight'; there are"),
     (("covariance", "TINY", "--selct", "x"), 2, "--select"),  # click 8.1 has no quotes
@@ -256,6 +275,16 @@ WRONG = [
     (("products", "vit", "-o", "no/such.png"), 2, "its folder no does not exist"),
     (("collcet",), 2, "no command 'collcet'; did you mean 'collect'?"),
 ]
+
+
+def test_set_changes_a_field_of_the_recipe(folder, tmp_path, capsys):
+    given = ("--set", "training.epochs=2", "--set", "data.train=32", "-n", 1, "--workers", 1, "--device", "cpu")
+    succeed("collect", folder / "tiny.toml", "-o", tmp_path / "set.pop", *given, capsys=capsys)
+    found = Recipe.load(folder / "tiny.toml").differences(Population(tmp_path / "set.pop").recipe)
+    assert [line for line in found if not line.startswith(("population.", "training.kernels", "training.device"))] == [
+        "data.train: 64 -> 32",
+        "training.epochs: 1 -> 2",
+    ]
 
 
 @pytest.mark.parametrize(("arguments", "code", "message"), WRONG, ids=lambda value: None)

@@ -137,6 +137,17 @@ def test_gains_are_folded_and_names_do_not_matter() -> None:
             np.testing.assert_allclose(by_label[frozenset(kind.groups)], factor, atol=1e-6)
 
 
+def test_a_network_within_another_module_is_the_same_one(artifact: Path) -> None:
+    network = planted(vit(96))
+    within = fit_pretrained({f"model.{name}": value for name, value in network.state_dict().items()})
+    mine, theirs = (fit.groups[0].structure.correlations for fit in (fit_pretrained(network), within))
+    assert all(np.array_equal(a, b) for a, b in zip(mine, theirs, strict=True))
+    plain, wrapped = vit(), nn.ModuleDict({"model": vit()})
+    load_init(artifact)(plain, generator=0)
+    load_init(artifact)(wrapped, generator=0)
+    assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), wrapped.parameters(), strict=True))
+
+
 def test_drawn_networks_have_the_correlations_and_the_targets_scale(artifact: Path) -> None:
     init, target = load_init(artifact), vit(80, 4, layer_scale=0.1, seed=1)
     before = {name: value.clone() for name, value in target.state_dict().items()}

@@ -29,6 +29,7 @@ class Place(NamedTuple):
 
 
 _PREFIX = re.compile(r"^(vit|deit|dinov2|convnext|convnextv2)\.(?=(embeddings|encoder|layers|layernorm)\.)")
+_BEFORE = re.compile(r"(?:\w+\.)*?(?=(?:blocks|stages)\.\d)")
 _VIT = (
     (r"^embeddings\.(cls_token|mask_token)$", r"\1"),
     (r"^embeddings\.distillation_token$", "dist_token"),
@@ -131,7 +132,10 @@ def places(names: Iterable[str]) -> dict[str, Place]:
 
     The norm after the average over tokens (`fc_norm`) counts as the last norm (`norm`) where a model has only one.
     """
-    bare = {name: _PREFIX.sub("", unwrapped(name)) for name in names}
+    plain_names = {name: unwrapped(name) for name in names}
+    before = {found[0] for name in plain_names.values() if (found := _BEFORE.match(name))}
+    inside = before.pop() if len(before) == 1 else ""  # one network within another module
+    bare = {name: _PREFIX.sub("", text.removeprefix(inside)) for name, text in plain_names.items()}
     known = set(bare.values())
     rules: tuple[tuple[str, str], ...] = ()
     if any(name.startswith("embeddings.patch_embeddings.projection.") for name in known):

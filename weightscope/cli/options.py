@@ -312,6 +312,11 @@ def refuse_others(given: Iterable[str], takes: Iterable[str], what: str) -> None
         raise UsageError(f"{flag}: does not apply {what}, which takes {', '.join(flags) or 'none of the others'}")
 
 
+set_option = click.option(
+    "--set", "changes", multiple=True, metavar="FIELD=VALUE", help="Of the recipe, as training.epochs=2; repeatable."
+)
+
+
 def varied(texts: Iterable[str]) -> dict[str, list[Any]]:
     """Name -> values of `NAME=VALUE,VALUE,...`: those of a JSON list, or words and numbers."""
     out = {}

@@ -28,6 +28,7 @@ from weightscope.cli.options import (
     permutations_option,
     reading_config,
     refuse_others,
+    set_option,
     spread_options,
     tile_logger,
     training_options,
@@ -67,11 +68,19 @@ def demo(out: Path, networks: int, epochs: int, seeds: int, **options: Any) -> N
 @backend_options
 @click.option("--plan", is_flag=True, help="Only show tiles, bytes, expected hours and limits, from a few timed steps.")
 @click.option("--price", type=float, help="Of an hour of one worker, for the cost with --plan.")
+@set_option
 @log_option
 @training_options
 @json_option
 def collect(
-    recipe: str, out: str, plan: bool, price: float | None, log: str | None, json_file: Path | None, **options: Any
+    recipe: str,
+    out: str,
+    plan: bool,
+    price: float | None,
+    changes: tuple[str, ...],
+    log: str | None,
+    json_file: Path | None,
+    **options: Any,
 ) -> None:
     """Train a population of networks, or resume training one.
 
@@ -85,7 +94,7 @@ def collect(
     """
     from weightscope.population import recipe_of
 
-    wanted = recipe_of(recipe)
+    wanted = recipe_of(recipe).replace(parsed_options(changes))
     if options["networks"] is not None:  # an invalid number is an error before torch is imported
         wanted = wanted.replace({"population.networks": options["networks"]})
     if price is not None and not plan:
@@ -328,6 +337,8 @@ def fit_init(
         from weightscope.fits.one_network import fit_network
 
         if (config := reading_config(settings["heads"], settings["layout"], settings["code"])) is not None:
+            if "config" in options:
+                raise UsageError("--option config=: expected it or --heads, --layout and --code, found both")
             options["config"] = config
         result = fit_network(source, structure, **options)
     click.echo(result.text())
@@ -366,6 +377,7 @@ _GAIN_TRAINING = ("data", "device", "gain_seeds", "gain_epochs")  # options of t
     "tensor, 'uncorrelated' for those of every part, without correlations; repeatable.",
 )
 @click.option("--metric", help="The task's metric that is compared, such as test_loss.  [default: its primary one]")
+@set_option
 @click.option("--probe", is_flag=True, help="Train only a linear classifier on the initialised networks' features.")
 @click.option("--plan", "only_plan", is_flag=True, help="Only say what it will cost, from a few measured steps.")
 @click.option(
@@ -384,6 +396,7 @@ def bench(
     probe: bool,
     log: str | None,
     vary: tuple[str, ...],
+    changes: tuple[str, ...],
     **options: Any,
 ) -> None:
     """Compare initialisers on paired seeds, with confidence intervals and p-values.
@@ -405,18 +418,20 @@ def bench(
     """
     from weightscope.benchmarking import linear_probe, plan_bench
     from weightscope.benchmarking.design import default_folder
+    from weightscope.population import recipe_of
 
     folder = out or default_folder(recipe)
+    wanted = recipe_of(recipe).replace(parsed_options(changes)) if changes else recipe
     _check_plan(only_plan, log)
     if probe:
         unused = {"--plan": only_plan, "--log": log, "--workers": options.pop("workers")}
         if given := next((flag for flag, value in unused.items() if value), None):
             raise UsageError(f"{given} cannot be combined with --probe, which trains no tile")
         folder = out or Path(f"{str(folder).removesuffix('-bench')}-probe")
-        result = linear_probe(recipe, inits, folder, vary=varied(vary), **options)
+        result = linear_probe(wanted, inits, folder, vary=varied(vary), **options)
     else:
         on_tile = tile_logger(log)  # an error of it comes first
-        plan = plan_bench(recipe, inits, folder, vary=varied(vary), **options, measure=only_plan)
+        plan = plan_bench(wanted, inits, folder, vary=varied(vary), **options, measure=only_plan)
         if only_plan:
             click.echo(plan.text())
             write_json(json_file, plan.to_dict())
