@@ -27,6 +27,7 @@ if TYPE_CHECKING:  # for type checkers and editors; at run time, `__getattr__` i
     from weightscope.fits.one_network import fit_network
     from weightscope.fits.pretrained import fit_pretrained
     from weightscope.init import load_init
+    from weightscope.init.initialise import initialise
     from weightscope.population import Population, export
     from weightscope.recipe import Recipe
     from weightscope.spec import TensorSpec, WeightSpec
@@ -51,6 +52,7 @@ _HOMES = {
     "fit": "fits.fitting",
     "fit_network": "fits.one_network",
     "fit_pretrained": "fits.pretrained",
+    "initialise": "init.initialise",
     "inspect": "analysis.inspection",
     "load_init": "init",
     "permutation_spec": "anatomy.permutation_groups",

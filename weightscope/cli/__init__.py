@@ -15,6 +15,7 @@ from weightscope._util.trust import trusting
 from weightscope._version import __version__
 from weightscope.cli import analysis
 from weightscope.cli.catalogue import list_
+from weightscope.cli.initialise import init
 from weightscope.cli.options import Warnings
 from weightscope.cli.training import bench, collect, demo, fit_init, import_, publish, show_status
 from weightscope.errors import WeightscopeError, one_line
@@ -54,6 +55,7 @@ def cli(debug: bool) -> None:
 
     \b
     weightscope demo                              the whole chain on embedded data, in minutes
+    weightscope init timm:MODEL --init NAME -o FILE   start a model of timm, transformers or your own
     weightscope collect RECIPE -o NAME.pop        train a population
     weightscope import ZOO/ -o NAME.pop           make one of networks that were trained elsewhere
     weightscope covariance NAME.pop               analyse its structure
@@ -74,7 +76,19 @@ _TRUST = click.Option(
 # In the order of their file; what `bench` makes is audited.
 _ANALYSES = [c for c in vars(analysis).values() if isinstance(c, click.Command) and c is not analysis.audit]
 _RUN_NO_CODE = (demo, show_status, analysis.verify, analysis.export, publish, list_)
-for _command in (demo, collect, import_, show_status, *_ANALYSES, fit_init, bench, analysis.audit, publish, list_):
+for _command in (
+    demo,
+    init,
+    collect,
+    import_,
+    show_status,
+    *_ANALYSES,
+    fit_init,
+    bench,
+    analysis.audit,
+    publish,
+    list_,
+):
     if _command not in _RUN_NO_CODE:
         _command.params.append(_TRUST)
     cli.add_command(_command)

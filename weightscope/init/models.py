@@ -1,0 +1,113 @@
+"""Models by name, untrained: of timm, of transformers, or of a function of one's own; and their files."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from torch import nn
+
+from weightscope._util import atomic
+from weightscope._util.names import unknown
+from weightscope._util.outputs import writable_path
+from weightscope._util.plugins import imported, is_reference
+from weightscope._util.torch_random import seeded
+from weightscope.errors import UsageError
+
+SUFFIXES = (".safetensors", ".pt", ".pth")
+
+
+def build(model: str, options: Mapping[str, Any], seed: int) -> nn.Module:
+    """The model `timm:NAME`, `hf:FOLDER` (or name at the hub, whose config is read) or `package.module:function`.
+
+    Options are arguments of `timm.create_model` or of the function, or fields of the config; the class is the first of
+    the config's `architectures`. The library's own initialisation draws from the seed.
+    """
+    library, _, name = model.partition(":")
+    make = {"timm": _timm, "hf": _transformers}.get(library)
+    if make is None and not is_reference(model):
+        raise UsageError(f"{model}: expected timm:NAME, hf:FOLDER or package.module:function")
+    with seeded(seed):
+        try:
+            found = imported(model)(**options) if make is None else make(name.removeprefix("//"), dict(options))
+        except UsageError:
+            raise
+        except ImportError as error:
+            package = {"timm": "timm", "hf": "transformers"}.get(library, "what it imports")
+            raise UsageError(f"{model}: {error}; `pip install {package}`") from error
+        except Exception as error:  # of foreign code, on a wrong option or name
+            if "torchvision::" in str(error):
+                raise UsageError(
+                    f"{model}: the installed torchvision is not for this torch; docs/troubleshooting.md says how to "
+                    "install a pair"
+                ) from error
+            raise UsageError(f"{model}: it raised {type(error).__name__}: {error}") from error
+    if not isinstance(found, nn.Module):
+        raise UsageError(f"{model}: expected a function that returns a module, found {found!r:.60}")
+    return found
+
+
+def _timm(name: str, options: dict[str, Any]) -> nn.Module:
+    import timm
+
+    if ":" not in name and not timm.is_model(name):
+        raise UsageError(unknown("model of timm", name.partition(".")[0], timm.list_models()))
+    return timm.create_model(name, **options)
+
+
+def _transformers(name: str, options: dict[str, Any]) -> nn.Module:
+    import transformers
+
+    config, unused = transformers.AutoConfig.from_pretrained(name, return_unused_kwargs=True, **options)
+    if unused:
+        fields = config.to_dict().keys() - transformers.PretrainedConfig().to_dict().keys()
+        raise UsageError(f"hf:{name}: {unknown('field of the config', next(iter(unused)), fields)}")
+    kind = config.architectures or ["none"]
+    kind = kind if isinstance(kind, str) else kind[0]
+    made: Any = getattr(transformers, kind, None)
+    if not callable(made):
+        raise UsageError(
+            f"hf:{name}: expected a config whose `architectures` name a class of transformers, found {kind}; "
+            "add --option architectures=GPT2LMHeadModel, or what it is"
+        )
+    return made(config)
+
+
+def check_output(model: str, path: Path, *, overwrite: bool = False) -> None:
+    """UsageError if `save` cannot write there: another suffix, no such folder, or it exists."""
+    folder = model.startswith("hf:")
+    if path.exists() and (folder or not overwrite):
+        raise UsageError(f"{path}: exists; name another, remove it" + (" first" if folder else ", or add --overwrite"))
+    if folder and path.suffix in SUFFIXES:
+        raise UsageError(f"{path}: expected the name of a folder, which `from_pretrained` loads")
+    writable_path(path, *(() if folder else SUFFIXES), overwrite=True)
+
+
+def save(model: str, module: Any, path: Path) -> None:
+    """Write a model of `build`: a folder that `from_pretrained` loads, or its state dict."""
+    if model.startswith("hf:"):
+        with TemporaryDirectory(dir=path.absolute().parent, prefix=f".{path.name}.") as temporary:
+            inside = Path(temporary, "model")
+            try:
+                module.save_pretrained(inside)
+                type(module.config).from_pretrained(inside)
+            except Exception as error:  # fields that contradict each other
+                raise UsageError(f"{model}: transformers cannot save or load it: {error}") from error
+            inside.rename(path)
+        return
+    state = module.state_dict()
+    if path.suffix == ".safetensors":
+        from safetensors.torch import save as to_bytes
+
+        try:
+            data = to_bytes({name: value.contiguous() for name, value in state.items()}, {"format": "pt"})
+        except RuntimeError as error:  # tied weights
+            raise UsageError(
+                f"{path}: {str(error).split('.')[0].strip()}; name a .pt file, which keeps them"
+            ) from error
+        atomic.write(path, data)
+        return
+    import torch
+
+    with atomic.replacing(path) as file:
+        torch.save(state, file)
