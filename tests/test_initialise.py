@@ -156,6 +156,7 @@ def test_an_audit_at_once_and_without_a_file(tmp_path, capsys, monkeypatch):
         ((":tied", "--init", "xavier", "-o", "a.safetensors"), "name a .pt file, which keeps them"),
         (("timm:x", "--init", "mimetic_mlp", "-o", "a.pt"), "timm:x: .*; `pip install timm`"),
         (("hf:x", "--init", "mimetic_mlp", "-o", "a.pt"), "expected the name of a folder"),
+        (("hf:x", "--init", "mimetic_mlp", "-o", "a"), "hf:x: no such folder; for a model at the hub hf://ORG/NAME"),
     ],
 )
 def test_refusals(arguments, message, tmp_path, capsys, monkeypatch):

@@ -12,13 +12,13 @@ from weightscope._util.names import unknown
 from weightscope._util.outputs import writable_path
 from weightscope._util.plugins import imported, is_reference
 from weightscope._util.torch_random import seeded
-from weightscope.errors import UsageError
+from weightscope.errors import UsageError, WeightscopeError
 
 SUFFIXES = (".safetensors", ".pt", ".pth")
 
 
 def build(model: str, options: Mapping[str, Any], seed: int) -> nn.Module:
-    """The model `timm:NAME`, `hf:FOLDER` (or name at the hub, whose config is read) or `package.module:function`.
+    """The model `timm:NAME`, `hf:FOLDER`, `hf://ORG/NAME` (whose config is read) or `package.module:function`.
 
     Options are arguments of `timm.create_model` or of the function, or fields of the config; the class is the first of
     the config's `architectures`. The library's own initialisation draws from the seed.
@@ -27,10 +27,12 @@ def build(model: str, options: Mapping[str, Any], seed: int) -> nn.Module:
     make = {"timm": _timm, "hf": _transformers}.get(library)
     if make is None and not is_reference(model):
         raise UsageError(f"{model}: expected timm:NAME, hf:FOLDER or package.module:function")
+    if library == "hf" and not name.startswith("//") and not Path(name).exists():
+        raise UsageError(f"{model}: no such folder; for a model at the hub hf://ORG/NAME")
     with seeded(seed):
         try:
             found = imported(model)(**options) if make is None else make(name.removeprefix("//"), dict(options))
-        except UsageError:
+        except WeightscopeError:
             raise
         except ImportError as error:
             package = {"timm": "timm", "hf": "transformers"}.get(library, "what it imports")
@@ -60,7 +62,7 @@ def _transformers(name: str, options: dict[str, Any]) -> nn.Module:
 
     config, unused = transformers.AutoConfig.from_pretrained(name, return_unused_kwargs=True, **options)
     if unused:
-        fields = config.to_dict().keys() - transformers.PretrainedConfig().to_dict().keys()
+        fields = sorted(config.to_dict().keys() - transformers.PretrainedConfig().to_dict().keys())
         raise UsageError(f"hf:{name}: {unknown('field of the config', next(iter(unused)), fields)}")
     kind = config.architectures or ["none"]
     kind = kind if isinstance(kind, str) else kind[0]
