@@ -44,7 +44,8 @@ class Step:
 _COMPOSED = (  # of other operations, as those that torch decomposes by itself
     "native_layer_norm", "native_group_norm", "native_batch_norm", "cudnn_batch_norm", "_native_batch_norm_legit",
     "_native_batch_norm_legit_no_training", "_fused_rms_norm", "_weight_norm_interface", "_softmax", "_log_softmax",
-    "_safe_softmax", "embedding", "logsumexp", "unbind", "stack", "t",
+    "_safe_softmax", "embedding", "logsumexp", "unbind", "stack", "t", "transpose", "addcmul", "addcdiv",
+    "std", "_prelu_kernel", "glu",
 )  # fmt: skip
 _DECOMPOSITIONS = get_decompositions([getattr(torch.ops.aten, name) for name in _COMPOSED])
 
@@ -130,7 +131,6 @@ def _words(text: str) -> frozenset[str]:
 
 _ODD = _words("neg sign sgn tanh sin sinh asin asinh atan atanh erf erfinv reciprocal trunc round")
 _EVEN = {"abs", "cos", "cosh", "square"}
-_POINTWISE = {"hardswish", "_prelu_kernel"}  # which torch does not tag
 _SUMS = {"add", "sub", "rsub"}
 _PRODUCTS = {"mul", "div"}
 _MOVED = {"alias", "detach", "lift_fresh", "clone", "_to_copy"}
@@ -185,13 +185,13 @@ class Propagation:
             found = [[fixed(n) for n in self.shapes[ref.number]] for ref in step.out]
         elif base in RULES:
             found = RULES[base](self, arguments, step)
-        elif step.pointwise or base in _POINTWISE:
+        elif step.pointwise or base == "hardswish":  # which torch does not tag
             found = [self.pointwise(base, arguments, step)]
         elif pooled := _POOLED.fullmatch(base):
             found = _pooled(self, arguments, step, int(pooled["axes"]))
         else:
             found = self.without_rule(step, inputs)
-        if step.written:
+        if step.written and found:
             found = self._in_place(self.value(step.arguments[step.written]), found)
         for ref, value in zip(step.out, found, strict=False):
             value = [self.axes.resolved(axis) for axis in value]
@@ -202,8 +202,6 @@ class Propagation:
             self._restrict(value)
             if moving and refs and refs[0].number in self.plain:
                 self.plain.add(ref.number)
-        for ref in step.out[len(found) :]:
-            self.values[ref.number] = [fixed(n) for n in self.shapes[ref.number]]
 
     def without_rule(self, step: Step, inputs: Sequence[Value]) -> list[Value]:
         """Fix everything that meets an operation without a rule."""
@@ -214,8 +212,6 @@ class Propagation:
 
     def _in_place(self, target: Value, found: list[Value]) -> list[Value]:
         """Views of a tensor that is written to share its axes, so these must not change."""
-        if not found:
-            return []
         for axis, new in zip(target, found[0], strict=True):
             if any(isinstance(factor, Fixed) for factor in factors(axis)):
                 self.axes.fix(new)
@@ -267,8 +263,6 @@ class Propagation:
                 if ref.number in self.plain and sum(n > 1 for n in self.shapes[ref.number]) <= 1:
                     self.axes.unsigned(*a[key])
             return self.broadcast(values, product=True)
-        if name in ("addcmul", "addcdiv"):
-            return self.broadcast([a["self"], self.broadcast([a["tensor1"], a["tensor2"]], product=True)])
         out = self.broadcast(values)
         self.axes.unsigned(*(axis for value in (out, *values) for axis in value))
         return out
@@ -297,15 +291,6 @@ def _view(p: Propagation, a: dict[str, Any], step: Step) -> list[Value]:
     if step.overload == "dtype":
         return p.without_rule(step, [a["self"]])
     return [p.axes.reshaped(a["self"], p.shapes[step.out[0].number])]
-
-
-@_rule("transpose")
-def _transpose(p: Propagation, a: dict[str, Any], step: Step) -> list[Value]:
-    out = list(a["self"])
-    i, j = a["dim0"], a["dim1"]
-    if out:
-        out[i], out[j] = out[j], out[i]
-    return [out]
 
 
 @_rule("expand")
@@ -443,7 +428,7 @@ def _filled(p: Propagation, a: dict[str, Any], step: Step) -> list[Value]:
     return [[fixed(n, free=ref.number not in p.written) for n in p.shapes[ref.number]]]
 
 
-@_rule("sum", "mean", "var", "std", "var_mean", "linalg_vector_norm", "norm", "amax", "amin", "any", "all")
+@_rule("sum", "mean", "var", "var_mean", "linalg_vector_norm", "norm", "amax", "amin", "any", "all")
 def _reduced(p: Propagation, a: dict[str, Any], step: Step) -> list[Value]:
     dims = _dims(a.get("dim"), len(a["self"]))
     if step.name[:2] in ("am", "an", "al"):
@@ -451,7 +436,7 @@ def _reduced(p: Propagation, a: dict[str, Any], step: Step) -> list[Value]:
     elif "norm" not in step.name:
         p.axes.unsigned(*[a["self"][d] for d in dims])
     out = [() if i in dims else axis for i, axis in enumerate(a["self"]) if a.get("keepdim") or i not in dims]
-    if step.name in ("var", "std", "var_mean", "linalg_vector_norm", "norm"):
+    if step.name in ("var", "var_mean", "linalg_vector_norm", "norm"):
         return [[p.axes.even(axis) for axis in out], out][: len(step.out)]
     return [out]
 
@@ -498,5 +483,5 @@ def _pooled(p: Propagation, a: dict[str, Any], step: Step, axes: int) -> list[Va
 
 
 _MOVEMENTS = _MOVED | _words(
-    "view _unsafe_view _reshape_alias permute transpose unsqueeze squeeze expand slice select split split_with_sizes"
+    "view _unsafe_view _reshape_alias permute unsqueeze squeeze expand slice select split split_with_sizes"
 )

@@ -5,20 +5,18 @@ parameters are propagated through them symbolically (`symbolic_axes`). Passes ar
 have shown what each axis is composed of.
 """
 
-import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import product as combinations
 from math import prod
 from typing import Any, NamedTuple, TypeAlias
 
-import torch
 from torch import nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_leaves
 
 from weightscope._util.names import listing
 from weightscope.anatomy.operations import Propagation, Recorder, Ref, Value, call, runs, tensors_in
 from weightscope.anatomy.symbolic_axes import Axes, Axis, Concatenation, Leaf, Unit, length
+from weightscope.anatomy.tracing import single_operations
 from weightscope.spec import WeightSpec
 from weightscope.statistics.permutations import PermutationSpec, View
 
@@ -28,33 +26,16 @@ Skeleton: TypeAlias = tuple[Any, ...]  # an axis's factors: lengths, and lists o
 
 def _skeleton(units: Axes, axis: Axis) -> Skeleton:
     """What an axis turned out to be composed of; cuts of an outer factor become parts that hold the inner ones, too."""
-    flat = [factor for factor in axis for factor in _flat(units, factor)]
-    for i, factor in enumerate(flat):
-        if isinstance(factor, Unit) and factor.cuts:
-            ends = sorted({*factor.cuts, factor.size} - {0})
-            inner = tuple(_frozen(f) for f in flat[i + 1 :])
-            parts = [((b - a, *inner) if b - a > 1 else inner) for a, b in zip([0, *ends], ends, strict=False)]
-            return (*(_frozen(f) for f in flat[:i]), parts)
-    return tuple(_frozen(f) for f in flat)
-
-
-def _flat(units: Axes, factor: Any) -> Iterator[Any]:
-    """Units that are not composed of others, lengths of fixed factors, and lists of skeletons."""
-    if isinstance(factor, Leaf):
-        unit = units.root(factor.unit)
-        if unit.parts is None:
-            yield unit
-        else:
-            for part in unit.parts:
-                yield from _flat(units, part)
-    elif isinstance(factor, Concatenation):
-        yield [_skeleton(units, part) for part in factor.parts]
-    else:
-        yield factor.size
-
-
-def _frozen(factor: Any) -> Any:
-    return factor.size if isinstance(factor, Unit) else factor
+    known = units.resolved(axis)
+    out = tuple(
+        [_skeleton(units, part) for part in factor.parts] if isinstance(factor, Concatenation) else factor.size
+        for factor in known
+    )
+    for i, factor in enumerate(known):
+        if isinstance(factor, Leaf) and factor.unit.cuts:
+            ends, inner = sorted({*factor.unit.cuts, factor.size} - {0}), out[i + 1 :]
+            return (*out[:i], [(b - a, *inner) if b - a > 1 else inner for a, b in zip([0, *ends], ends, strict=False)])
+    return out
 
 
 def _instance(units: Axes, skeleton: Skeleton, outer: tuple[Unit, ...] = ()) -> Axis:
@@ -120,8 +101,13 @@ def derive_permutations(module: nn.Module, inputs: Any) -> PermutationSpec:
     recorder = Recorder()
     state = dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers(remove_duplicate=False))
     named = {name: recorder.ref(state[name]).number for name in spec.names}
-    with _evaluating(module), recorder:
-        outputs = [recorder.ref(tensor) for tensor in tensors_in(call(module, inputs))]
+    training = [m for m in module.modules() if m.training]
+    try:
+        with single_operations(), recorder:
+            outputs = [recorder.ref(tensor) for tensor in tensors_in(call(module.eval(), inputs))]
+    finally:
+        for m in training:
+            m.training = True
     numbers = sorted(set(named.values()))
     skeletons: dict[int, list[Skeleton]] = {
         n: [(size,) if size > 1 else () for size in recorder.shapes[n]] for n in numbers
@@ -144,22 +130,6 @@ def derive_permutations(module: nn.Module, inputs: Any) -> PermutationSpec:
     for name in unused:
         units.fix(*values[named[name]])
     return _specification(spec, units, {name: values[number] for name, number in named.items()}, notes)
-
-
-@contextlib.contextmanager
-def _evaluating(module: nn.Module) -> Iterator[None]:
-    """Without gradients, in evaluation mode, and without fused kernels for attention and whole Transformer layers."""
-    training = [m for m in module.modules() if m.training]
-    fast = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    module.eval()
-    try:
-        with torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
-            yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(fast)
-        for m in training:
-            m.training = True
 
 
 def _specification(spec: WeightSpec, units: Axes, values: Mapping[str, Value], notes: Sequence[str]) -> PermutationSpec:

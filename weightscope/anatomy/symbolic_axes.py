@@ -203,13 +203,13 @@ class Axes:
         left, right = list(a), list(b)
         while left and right:
             x, y = left[0], right[0]
-            if x.size == y.size:
-                del left[0], right[0]
-                out += self._merge(x, y, product)
-                continue
             smaller = min(x.size, y.size)
             try:
-                left[:1], right[:1] = (self._divided(f, smaller) if f.size > smaller else (f,) for f in (x, y))
+                if x.size == y.size:
+                    out += self._merge(x, y, product)
+                    del left[0], right[0]
+                else:
+                    left[:1], right[:1] = (self._divided(f, smaller) if f.size > smaller else (f,) for f in (x, y))
             except _NoForm:
                 self.fix(tuple(left), tuple(right))
                 out += fixed(prod(factor.size for factor in left))
@@ -241,11 +241,7 @@ class Axes:
         assert isinstance(x, Concatenation)
         assert isinstance(y, Concatenation)
         ends = sorted({*_ends(x), *_ends(y)})
-        try:
-            parts = [(self._part(x, *span), self._part(y, *span)) for span in zip([0, *ends], ends, strict=False)]
-        except _NoForm:
-            self.fix((x,), (y,))
-            return fixed(x.size)
+        parts = [(self._part(x, *span), self._part(y, *span)) for span in zip([0, *ends], ends, strict=False)]
         merged = tuple(self.merge(p, q, product=product) for p, q in parts)
         return (Concatenation(merged, x.key if x.key == y.key else None),)
 

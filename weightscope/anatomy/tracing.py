@@ -794,15 +794,22 @@ def _paths(module: nn.Module, tracer: Tracer) -> Iterator[None]:
             handle.remove()
 
 
+@contextmanager
+def single_operations() -> Iterator[None]:
+    """Without gradients, and without fused kernels for attention and whole Transformer layers."""
+    fast = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
+            yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast)
+
+
 def traced(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tracer:
     """The tracer of one call of a module in evaluation mode; errors of the call are the module's own."""
     tracer = Tracer(module)
     tracer.enter((args, kwargs))
-    fast = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        with torch.no_grad(), torch.random.fork_rng(), sdpa_kernel(SDPBackend.MATH), _paths(module, tracer), tracer:
-            module(*args, **kwargs)
-    finally:
-        torch.backends.mha.set_fastpath_enabled(fast)
+    with single_operations(), torch.random.fork_rng(), _paths(module, tracer), tracer:
+        module(*args, **kwargs)
     return tracer
