@@ -268,7 +268,8 @@ def page(rows: dict[str, Cell]) -> str:
             lines.append(f"| {library}: {kind} | {counts.total()} | {' | '.join(str(counts[n]) for n in names)} |")
     lines.append("")
     for library in ("timm", "transformers"):
-        with_it = [r for r in rows.values() if r["library"] == library and r.get("attention in the pass")]
+        judged = [r for r in rows.values() if r["library"] == library and "attention" in r]
+        with_it = [r for r in judged if r["attention in the pass"]]
         lost = sum(r["attention"]["verdict"] in ("refused", "incomplete") for r in with_it)
         left = sum(r["library"] == library and "attention" not in r for r in rows.values())
         part = f"{lost} of {len(with_it)} ({lost / max(1, len(with_it)):.0%})"
