@@ -20,6 +20,7 @@ if TYPE_CHECKING:  # for type checkers and editors; at run time, `__getattr__` i
     from weightscope.anatomy.permutation_groups import permutation_spec
     from weightscope.auditing import audit, track
     from weightscope.benchmarking import bench
+    from weightscope.benchmarking.comparing import compare
     from weightscope.checkpoint import Checkpoint
     from weightscope.cli.catalogue import catalogue
     from weightscope.data import Dataset
@@ -46,6 +47,7 @@ _HOMES = {
     "bench": "benchmarking",
     "catalogue": "cli.catalogue",
     "collect": "training.collection",
+    "compare": "benchmarking.comparing",
     "covariance": "analysis.across_networks",
     "describe": "analysis.describe",
     "export": "population",

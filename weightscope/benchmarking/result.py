@@ -109,12 +109,18 @@ class BenchResult(Result):
         pairs = any(row["pairs"] not in (None, row["n"]) for row in self.arms)
         images = any(row.get("difference_ci_images") for row in self.arms)
         compared = (*("pairs",)[:pairs], *_COMPARED, *_IMAGES[:images], "")
-        header = ("initialiser", "epochs", "n", value, "95 % interval", *compared)
-        table = _ruled(header, ((row, _cells(row, metric, pairs, images)) for row in self.arms))
+        header = ("initialiser", *("epochs",)[: self._lengths], "n", value, "95 % interval", *compared)
+        cells = [(row, _cells(row, metric, pairs, images)) for row in self.arms]
+        table = _ruled(header, [(row, each if self._lengths else each[:1] + each[2:]) for row, each in cells])
         if self.contrasts:
             table = f"{contrasts_text(self.contrasts, metric)}\n\nexploratory, adjusted for one another:\n{table}"
         parts = ["\n".join([table, *self.notes()]), *map(self._against, CONTROLS.values())]
         return "\n\n".join(filter(None, parts))
+
+    @property
+    def _lengths(self) -> bool:
+        """Whether the lengths of training are known; they are 0 in runs that were made elsewhere."""
+        return any(row["epochs"] for row in self.arms)
 
     def notes(self) -> list[str]:
         """What the table's numbers mean where it is not plain."""

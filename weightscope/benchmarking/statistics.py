@@ -266,6 +266,7 @@ def mean_interval(values: np.ndarray, metric: Metric = ACCURACY) -> dict[str, An
 
         logit m +- t(0.975, n - 1) s / (sqrt(n) m (1 - m)),   mapped back, for values in [0, 1]
         log (m - low) +- t(0.975, n - 1) s / (sqrt(n) (m - low)),   mapped back, for values >= low
+        m +- t(0.975, n - 1) s / sqrt(n),   for other values
 
     Student's t on the log-odds or the logarithm, with the standard error by the delta method: an interval on the
     values' own scale reaches beyond 100 % where few networks are close to it. Six or more values that are equal up to
@@ -287,8 +288,10 @@ def mean_interval(values: np.ndarray, metric: Metric = ACCURACY) -> dict[str, An
     if np.isfinite(high):
         share, width = (mean - low) / (high - low), high - low
         ends = low + width * special.expit(special.logit(share) + t * error / (width * share * (1 - share)))
-    else:
+    elif np.isfinite(low):
         ends = low + (mean - low) * np.exp(t * error / (mean - low))
+    else:
+        ends = mean + t * error
     return {"n": n, "mean": mean, "ci95": np.clip(ends, low, high).tolist()}
 
 

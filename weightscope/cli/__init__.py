@@ -17,7 +17,7 @@ from weightscope.cli import analysis
 from weightscope.cli.catalogue import list_
 from weightscope.cli.initialise import init
 from weightscope.cli.options import Warnings
-from weightscope.cli.training import bench, collect, demo, fit_init, import_, publish, show_status
+from weightscope.cli.training import bench, collect, compare, demo, fit_init, import_, publish, show_status
 from weightscope.errors import WeightscopeError, one_line
 
 INTERRUPTED = 130
@@ -75,7 +75,7 @@ _TRUST = click.Option(
 )
 # In the order of their file; what `bench` makes is audited.
 _ANALYSES = [c for c in vars(analysis).values() if isinstance(c, click.Command) and c is not analysis.audit]
-_RUN_NO_CODE = (demo, show_status, analysis.verify, analysis.export, publish, list_)
+_RUN_NO_CODE = (demo, compare, show_status, analysis.verify, analysis.export, publish, list_)
 for _command in (
     demo,
     init,
@@ -85,6 +85,7 @@ for _command in (
     *_ANALYSES,
     fit_init,
     bench,
+    compare,
     analysis.audit,
     publish,
     list_,

@@ -11,10 +11,12 @@ from weightscope.cli.options import (
     Named,
     OutputFile,
     backend_options,
+    choice_option,
     code_option,
     command,
     data_option,
     device_option,
+    figure_option,
     file_options,
     heads_option,
     json_option,
@@ -453,6 +455,36 @@ def _write(result: Any, folder: Path) -> list[Path]:
         written.append(folder / f"{re.sub(r'[^A-Za-z0-9._-]+', '-', name).strip('-')}.png")
         draw(written[-1])
     return written
+
+
+@command()
+@click.argument("runs", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.option("--metric", required=True, help="The column that is compared.")
+@click.option("--arm", default="init", help="The column with the arm.")
+@click.option("--pair", default="seed", help="The column that pairs runs of different arms.")
+@click.option("--control", help="The arm that others are compared with.  [default: the first]")
+@choice_option("--better", "higher lower", "Which is better.  [default: by the name of the metric]")
+@click.option("--pattern", help="For folders: a regular expression of their names with the groups arm and pair.")
+@figure_option("comparison.png")
+@json_option
+def compare(runs: tuple[Path, ...], out: Path, json_file: Path | None, **options: Any) -> None:
+    """Compare arms of runs that were made elsewhere, paired by seed: differences, intervals, Holm's adjustment.
+
+    RUNS is a CSV with a row for each run, or folders of timm (summary.csv) or TensorBoard logs, whose names tell the
+    arm and the seed, such as mimetic-3.
+
+    \b
+    Examples:
+      weightscope compare runs.csv --arm init --pair seed --metric top1
+      weightscope compare output/train --metric eval_top1 --pattern '(?P<arm>.+)-s(?P<pair>[0-9]+)'
+    """
+    from weightscope.benchmarking.comparing import compare as run
+
+    result = run(list(runs), **{key: value for key, value in options.items() if value is not None})
+    click.echo(result.text())
+    result.plot(out)
+    click.echo(f"wrote {out}")
+    write_json(json_file, result.to_dict())
 
 
 @command()

@@ -208,7 +208,8 @@ def _single_length(
     columns |= {"difference": [_difference(row, metric) for row in rows]} if len(rows) > 1 else {}
     theme.list_axis(ax, range(len(rows)), names, columns)
     value_axis(ax.xaxis, metric.factor)
-    label = f"{metric.title} after {epochs_text(rows[0]['epochs'])}{metric.direction}; {bars_note(rows)}"
+    after = f" after {epochs_text(rows[0]['epochs'])}" if rows[0]["epochs"] else ""
+    label = f"{metric.title}{after}{metric.direction}; {bars_note(rows)}"
     label += chance_line(ax, rows, upright=True)
     ax.set_xlabel(wrap(label, 0.7 * canvas.width, LABEL))
     return canvas.finish(title)
