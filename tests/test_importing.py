@@ -402,25 +402,6 @@ def test_integers_called_weight_masks_and_an_empty_source_are_refused(tmp_path):
             Population.of([pruned], tmp_path / "a.pop", select=select)
 
 
-def test_a_table_in_parquet(tmp_path):
-    pandas = pytest.importorskip("pandas")
-    pytest.importorskip("pyarrow")
-    found = states(3)
-    for k, state in enumerate(found):
-        save_file(state, tmp_path / f"{k}.safetensors")
-    table = pandas.DataFrame(
-        {"path": [f"{k}.safetensors" for k in range(3)], "loss": [0.5, None, 2], "kind": ["a"] * 3}
-    )
-    table.to_parquet(tmp_path / "zoo.parquet")
-    assert "3 of 3 networks" in run("import", tmp_path / "zoo.parquet", "-o", tmp_path / "zoo.pop")
-    population = Population(tmp_path / "zoo.pop")
-    assert np.array_equal(population.weights(), rows_of(population, found))
-    np.testing.assert_array_equal(population.metrics["loss"], [0.5, np.nan, 2])
-    table.assign(path=["0.safetensors", None, "2.safetensors"]).to_parquet(tmp_path / "zoo.parquet")
-    with pytest.raises(DataError, match="row 2 has no path"):
-        sources_of([str(tmp_path / "zoo.parquet")])
-
-
 def test_one_pretrained_transformer_is_read_as_its_folder_is(tmp_path):
     """As a checkpoint is: the heads of its config, and covariances and fits within one network."""
     layer = nn.TransformerEncoderLayer(16, 4, 32, batch_first=True)

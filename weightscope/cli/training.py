@@ -140,7 +140,7 @@ def import_(sources: tuple[str, ...], out: str, select: str, snapshots: str, **o
 
     SOURCE is a file (.pt, .pth, .safetensors, .npz), a pattern of files, a folder of files or of models, a
     folder of Ray Tune's trials as Model Zoos are published (result.json, checkpoint_000050/checkpoints: the results are
-    metrics, checkpoints before the last are snapshots), a .csv or .parquet table with a column `path` and columns of
+    metrics, checkpoints before the last are snapshots), a .csv table with a column `path` and columns of
     metrics, or models at the hub, in which {1..9} and {a,b} expand. Several revisions of one model at the hub are its
     snapshots.
 

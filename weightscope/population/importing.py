@@ -488,7 +488,7 @@ def _snapshots(addresses: list[str]) -> dict[int, str]:
 
 def _at(path: Path) -> list[tuple[Any, dict[str, float]]]:
     """The networks in a path, each with its metrics."""
-    if path.suffix in (".csv", ".parquet"):
+    if path.suffix == ".csv":
         return _table(path)
     if is_population(path):
         raise UsageError(f"{path}: expected networks, found a population, which every command takes as it is")
@@ -543,15 +543,10 @@ def _table(file: Path) -> list[tuple[Any, dict[str, float]]]:
     import pandas  # half a second
 
     try:
-        if file.suffix == ".parquet":
-            table = pandas.read_parquet(file)
-        else:
-            text = file.read_text(encoding="utf-8-sig")
-            separator = next((s for s in ",;\t" if s in text.partition("\n")[0]), ",")
-            decimal = "," if separator != "," and re.search(r"\d,\d", text) else "."  # of spreadsheets in Europe
-            table = pandas.read_csv(file, dtype=dict.fromkeys(_PATHS, str), sep=separator, decimal=decimal)
-    except ImportError as error:
-        raise UsageError(f"{file}: needs pyarrow ({error}); install it, or save the table as .csv") from error
+        text = file.read_text(encoding="utf-8-sig")
+        separator = next((s for s in ",;\t" if s in text.partition("\n")[0]), ",")
+        decimal = "," if separator != "," and re.search(r"\d,\d", text) else "."  # of spreadsheets in Europe
+        table = pandas.read_csv(file, dtype=dict.fromkeys(_PATHS, str), sep=separator, decimal=decimal)
     except (OSError, ValueError) as error:
         raise DataError(f"{file}: cannot be read as a table: {error}") from error
     column = next((name for name in _PATHS if name in table), None)
