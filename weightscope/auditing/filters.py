@@ -113,15 +113,11 @@ def _larger(source: NamedTensors) -> None:
         part.write(1.2 * part.read())
 
 
-def _impulses(_: Any) -> dict[str, Any]:
-    return {error_in("the impulses"): _larger}
-
-
 @EXPECTATIONS.register(
     "impulse_filters",
     reads=_KINDS,
     variants=({}, {"sign": "random"}),
-    errors=_impulses,
+    errors={error_in("the impulses"): _larger},
 )
 def impulse_filters_statistics(source: NamedTensors, *, filter_size: int | None, sign: str) -> Iterator[Statistic]:
     """Statistics of filters with one pixel of 1, or of random sign, and the others 0, with pixels used evenly.

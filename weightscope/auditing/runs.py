@@ -323,7 +323,7 @@ ALL_LAYERS = "all layers"
 
 # --- initialisers without statistics of their own -------------------------------------------------------------------
 
-MEANS = 8  # runs before those whose statistics are compared, which make the mean of each tensor
+MEANS = 8  # runs before those whose statistics are compared, which make the mean of each tensor; 2 of large networks
 
 
 def by_tensor(name: str, init: Callable[..., Any], source: NamedTensors, modules: Iterable[str] = ("",)) -> list[Check]:
@@ -341,33 +341,33 @@ def by_tensor(name: str, init: Callable[..., Any], source: NamedTensors, modules
         raise UsageError(f"{name}: expected a module, on copies of which it can be run, found tensors only")
     network = Copy(source)
 
-    def made(seed: int, names: Sequence[str]) -> dict[str, Tensor]:
+    def values(seed: int, names: Sequence[str], run: bool = True) -> dict[str, Tensor]:
         with seeded(seed), torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             network.reset(names, seed)
-            before = {key: network.source.get(key).clone() for key in names}
-            init(network.target, generator=torch.Generator().manual_seed(seed))
-        changed = [key for key in names if not torch.equal(before[key], network.source.get(key))]
-        return {key: network.source.get(key).double() for key in changed}
+            if run:
+                init(network.target, generator=torch.Generator().manual_seed(seed))
+        return {key: network.source.get(key).detach().float() for key in names}
 
-    first = made(0, network.below(modules))
+    names = network.below(modules)
+    before = {key: value.clone() for key, value in values(0, names, run=False).items()}
+    first = {key: x.clone() for key, x in values(0, names).items() if not torch.equal(x, before[key])}
     if not first:
         raise UsageError(f"{name}: expected an initialiser that changes the default start, found no changed parameter")
     chosen, fixed = list(first), dict.fromkeys(first, True)
     means = {key: value.clone() for key, value in first.items()}
-    for seed in range(1, MEANS):
-        made(seed, chosen)
-        again = {key: network.source.get(key).double() for key in chosen}
-        fixed = {key: fixed[key] and torch.equal(again[key], first[key]) for key in chosen}
-        if all(fixed.values()):
-            break
-        means = {key: means[key] + again[key] for key in chosen}
-    means = first if all(fixed.values()) else {key: value / MEANS for key, value in means.items()}
+    runs = max(2, min(MEANS, int(ENTRIES / sum(x.numel() for x in first.values()))))
+    for seed in range(1, runs):
+        for key, x in values(seed, chosen).items():
+            fixed[key] &= torch.equal(x, first[key])
+            means[key] += x
+    centres = {key: first[key] if fixed[key] else means[key] / runs for key in chosen}
+    del before, first, means
 
     def measure(tensors: NamedTensors) -> Iterator[Statistic]:
         for i, key in enumerate(chosen):
-            x = tensors.get(key).detach().to(means[key])
-            for what, value in _of_entries(x, first[key] if fixed[key] else means[key], fixed[key]).items():
+            x = tensors.get(key).detach().to(centres[key])
+            for what, value in _of_entries(x, centres[key], fixed[key]).items():
                 slack = 0.0 if what in SCALES else ROUNDING
                 scale = what if what in SCALES else "identity"
                 yield Statistic("weight", i, None, key, what, value, scale, key, slack=slack)
@@ -387,8 +387,10 @@ def by_tensor(name: str, init: Callable[..., Any], source: NamedTensors, modules
 def _of_entries(x: Tensor, mean: Tensor, fixed: bool) -> dict[str, float]:
     if fixed:
         return {"difference": float((x - mean).abs().max()) / max(float(mean.abs().max()), 1e-30)}
-    likeness = float((x * mean).sum() / (x.norm() * mean.norm()).clamp_min(1e-300))
+    squares = x.square()
+    square = float(squares.mean())
+    likeness = float((x * mean).sum()) / max(math.sqrt(square * x.numel()) * float(mean.norm()), 1e-30)
     found = {"mean": float(x.mean()), "variance": float(x.var(correction=0)), "likeness": likeness}
     if x.numel() >= 100:  # below, the sample kurtosis is far from normal
-        found["kurtosis"] = float(x.pow(4).mean() / x.square().mean().square().clamp_min(1e-300))
+        found["kurtosis"] = float(squares.square_().mean()) / max(square**2, 1e-30)
     return found
