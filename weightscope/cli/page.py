@@ -161,14 +161,20 @@ def _over_depth(found: ExchangeableCovariance) -> list[tuple[Any, str]]:
 
 
 def _filters(found: ExchangeableCovariance) -> list[tuple[Any, str]]:
-    """The variance of each position of depthwise filters, over channels and networks."""
-    panels = []
+    """The variance of each position of depthwise filters, over channels and networks, against the layer's mean."""
+    grids = {}
     for one in found.types:
         for view in one.kind.views:
             *others, h, w = view.shape if len(view.shape) == 4 else (0, 1, 1)
-            fixed_pixels = view.multiplicity == h * w > 1 and view.axes[-2:] == (None, None)
+            fixed_pixels = view.multiplicity == h * w > 4 and view.axes[-2:] == (None, None)
             if one.kind.groups and fixed_pixels and others[1:] == [1]:
                 grid = one.covariance.diagonal()[one.kind.slices[view.name]].reshape(1, 1, h, w)
-                panels.append(plots.Panel(grid, view.name))
+                grids[view.name] = grid / grid.mean() - 1
+    names, _ = plots.theme.short_names([*grids])
+    panels = [plots.Panel(grid, name) for name, grid in zip(names, grids.values(), strict=True)]
     rows = [panels[i : i + _ACROSS] for i in range(0, len(panels), _ACROSS)]
-    return [(plots.filter_page(rows), "The variance of each filter position.")] if rows else []
+    return (
+        [(plots.filter_page(rows), "The variance of each filter position, relative to the mean of its layer, minus 1.")]
+        if rows
+        else []
+    )
