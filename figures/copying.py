@@ -31,15 +31,18 @@ def lengths(study: Path, out: Path) -> None:
     steps = result.environment["recipe"]["data"]["train"] // result.environment["recipe"]["training"]["batch_size"]
     size = {"width": 7 * len(epochs), "height": 4.8 * len(cells)}
     found = finding(result.arms, result.metric) or ""
-    for layers, words in LAYERS.items():
-        found = found.replace(f"at layers={layers}", f"with {words}")
     at = f" at {result.metric.length}x the training length".replace(" 1x", "")
-    figure, axes = plots.subplots(len(cells), len(epochs), title=found + at, **size)
+    figure, axes = plots.subplots(len(cells), len(epochs), title=found + at if len(cells) == 1 else None, **size)
     for line, cell in zip(axes, cells, strict=True):
         for ax, schedule in zip(line, epochs, strict=True):
             runs = [run for run in result.runs if run["cell"] == cell and run["epochs"] == schedule]
             place = LAYERS.get(json.dumps(cell.get("network.layers"))) or point_text(cell)
-            by_length(result, runs, ax, ", ".join(filter(None, [place, f"{schedule * steps} steps"])))
+            title = ", ".join(filter(None, [place, f"{schedule * steps} steps"]))
+            if len(cells) > 1:  # each panel says what it shows, at the training length and at the longest
+                ends = [ACCURACY, max(result.metrics, key=lambda metric: metric.length)]
+                said = [finding(summarise([run | {"cell": {}} for run in runs], metric), metric) for metric in ends]
+                title += f": {said[0]}; at {ends[1].length}x: {said[1]}"
+            by_length(result, runs, ax, title)
     plots.save(figure, out)
 
 
