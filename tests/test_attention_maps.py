@@ -5,6 +5,7 @@ from functools import partial
 
 import families
 import numpy as np
+import pandas
 import pytest
 import tiny
 import torch
@@ -400,7 +401,7 @@ def test_the_command_runs_a_network_of_a_population(folder, capsys):
 def test_the_command_compares_models_and_names_the_one_that_fails(folder, capsys, tmp_path):
     names = [f"{folder / 'vits.pop'}::1", folder / "none", f"{folder / 'vits.pop'}::0"]
     out = ("--count", 5, "-o", tmp_path / "maps.png", "--json", tmp_path / "maps.json", "--workers", 1)
-    code, text, err = run("attention-maps", *names, *out, capsys=capsys)
+    code, text, err = run("attention-maps", *names, *out, "--csv", tmp_path / "maps.csv", capsys=capsys)
     assert code == 3
     assert "1 of 3 models failed: none; the others are shown" in err
     assert "warning: none: left out: " in text
@@ -408,6 +409,9 @@ def test_the_command_compares_models_and_names_the_one_that_fails(folder, capsys
     assert [f"maps-{label}.png" for label in sorted(labels)] == sorted(p.name for p in tmp_path.glob("*.png"))
     found = json.loads((tmp_path / "maps.json").read_text())
     assert list(found["models"]) == ["vits.pop::1", "vits.pop::0"]
+    table = pandas.read_csv(tmp_path / "maps.csv")
+    assert list(table["model"]) == ["vits.pop::1"] * 4 + ["vits.pop::0"] * 4
+    assert list(table["near"]) == pytest.approx([head["near"] for m in found["models"].values() for head in m["heads"]])
     heads, *means = [line.split() for line in text.splitlines() if line.startswith(("mean of", "vits.pop::"))][-3:]
     assert heads[2:7] == ["self", "3x3", "target", "special", "peak"]
     for row, model in zip(means, found["models"].values(), strict=True):

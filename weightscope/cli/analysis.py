@@ -76,9 +76,7 @@ def inspect(source: str, code: bool, heads: Any, layout: str | None, json_file: 
 @file_options
 @csv_option
 @json_option
-def describe(
-    source: Any, heads: Any, layout: str | None, code: str | None, csv_file: Path | None, json_file: Path | None
-) -> None:
+def describe(source: Any, heads: Any, layout: str | None, code: str | None, json_file: Path | None) -> None:
     """Describe each weight matrix of a model: type, shape, norms, stable rank, diagonals of products, stripes.
 
     MODEL is a file, a model folder, PATH.pop::k or hf://org/name[@revision]. `inspect` lists what is in a file without
@@ -93,8 +91,7 @@ def describe(
 
     found = run(source, reading_config(heads, layout, code))
     click.echo(found.text())
-    write_csv(csv_file, found)
-    write_json(json_file, found.to_dict())
+    _keep(found, json_file)
 
 
 @command()
@@ -233,6 +230,7 @@ _TABLE: Mapping[str, Sequence[str]] = {
 @spread_options
 @partial_option
 @file_options
+@csv_option
 @json_option
 def covariance(
     sources: tuple[Any, ...],
@@ -280,7 +278,8 @@ def covariance(
     matrix, kind = given.pop("matrix", None), {k: given[k] for k in ("kind",) if k in given}
     drawing = kind | {k: given.pop(k) for k in ("means", "picture") if k in given}
     found = _covariance(chosen, opened, workers, given)
-    _show(found, out if hasattr(found, "plot") else None, json_file, **drawing)
+    _show(found, out if hasattr(found, "plot") else None, **drawing)
+    _keep(found, json_file)
     if matrix is not None:
         found.save_matrix(matrix)
         click.echo(f"wrote {matrix}")
@@ -348,14 +347,19 @@ def _initialised(first: Any, inits: Sequence[str], part: Any) -> list[tuple[Any,
     return out
 
 
-def _show(found: Any, out: Path | None, json_file: Path | None, notes: Sequence[str] = (), **drawing: Any) -> None:
-    """Print a result, draw it and write it as JSON."""
+def _show(found: Any, out: Path | None, notes: Sequence[str] = (), **drawing: Any) -> None:
+    """Print a result and draw it."""
     click.echo(found.text())
     for note in notes:
         click.echo(f"warning: {note}")
     if out is not None:
         found.plot(out, **drawing)
         click.echo(f"wrote {out}")
+
+
+def _keep(found: Any, json_file: Path | None) -> None:
+    """Write a result as CSV and JSON, if requested."""
+    write_csv(found)
     write_json(json_file, found.to_dict())
 
 
@@ -369,6 +373,7 @@ def _show(found: Any, out: Path | None, json_file: Path | None, notes: Sequence[
 @click.option("--fold-scales", is_flag=True, help="Fold LayerScale into W_V W_O.")
 @many_options
 @file_options
+@csv_option
 @json_option
 def products(
     sources: tuple[str, ...],
@@ -397,7 +402,8 @@ def products(
     from weightscope.analysis.attention_products import products as compute
 
     found = compute(*sources, config=reading_config(heads, layout, code), **options)
-    _show(found, out, json_file)
+    _show(found, out)
+    _keep(found, json_file)
     _refuse(found.failed, sources)
 
 
@@ -438,6 +444,7 @@ def _refuse(failed: Mapping[str, str], sources: Sequence[str]) -> None:
 @data_option
 @many_options
 @file_options
+@csv_option
 @json_option
 def attention_maps(
     sources: tuple[str, ...], out: Path, kind: str, json_file: Path | None, workers: Any, **options: Any
@@ -473,7 +480,8 @@ def attention_maps(
     one, drawing = partial(_maps_of, kind, options), {} if kind == "maps" else {"kind": kind}
     if len(sources) == 1:
         found, notes = one(sources[0])
-        _show(found, out, json_file, notes, **drawing)
+        _show(found, out, notes, **drawing)
+        _keep(found, json_file)
         return
     failed, models, names = {}, {}, labels_of([label_of(source) for source in sources], None)
     files = labels_of([re.sub("[^A-Za-z0-9._-]+", "-", name) for name in names], None)
@@ -483,7 +491,7 @@ def attention_maps(
             continue
         found, notes = each
         click.echo(f"{name}:")
-        _show(found, out.with_stem(f"{out.stem}-{file}"), None, notes, **drawing)
+        _show(found, out.with_stem(f"{out.stem}-{file}"), notes, **drawing)
         click.echo()
         models[name] = found
     if not models:
@@ -491,6 +499,7 @@ def attention_maps(
     click.echo(compared(models))
     for name, why in failed.items():
         click.echo(f"warning: {name}: left out: {why}")
+    write_csv(models)
     write_json(json_file, {"models": {name: found.to_dict() for name, found in models.items()}, "failed": failed})
     _refuse(failed, sources)
 
@@ -524,6 +533,7 @@ def _maps_of(kind: str, options: Mapping[str, Any], source: str) -> tuple[Any, l
 @code_option
 @click.option("--no-strict", is_flag=True, help="Audit what can be read, and list what looks alike and cannot.")
 @file_options
+@csv_option
 @json_option
 def audit(
     source: str,
@@ -558,6 +568,6 @@ def audit(
         name, parameters = parsed.name, parsed.parameters
     report = run(model, name, config=reading_config(heads, layout, code), **{"strict": not no_strict, **parameters})
     click.echo(str(report))
-    write_json(json_file, report.to_dict())
+    _keep(report, json_file)
     if init is not None and not report.passed:
         raise SystemExit(1)

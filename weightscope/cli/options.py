@@ -20,7 +20,7 @@ from click.shell_completion import CompletionItem
 
 from weightscope.errors import UsageError
 
-_STDOUT, _OVERWRITE = "stdout of --json -", "value of --overwrite"
+_STDOUT, _OVERWRITE, _CSV = "stdout of --json -", "value of --overwrite", "file of --csv"
 
 
 def _registered(registry: str, package: str) -> list[str]:
@@ -233,7 +233,13 @@ json_option = click.option(
     "--json", "json_file", type=_JSONFile(), help="Also write the result as JSON; - writes it to standard output."
 )
 
-csv_option = click.option("--csv", "csv_file", type=OutputFile(".csv"), help="Also write the rows as CSV.")
+csv_option = click.option(
+    "--csv",
+    type=OutputFile(".csv"),
+    help="Also write the rows as CSV.",
+    expose_value=False,
+    callback=lambda context, _, path: context.meta.__setitem__(_CSV, path),
+)
 
 
 def out_option(help: str, default: str | None = None, type: Any = None) -> Callable[[Callable[..., Any]], Any]:
@@ -381,9 +387,17 @@ def write_json(path: Path | None, values: Mapping[str, Any]) -> None:
     atomic.write(path, text.encode() + b"\n")
 
 
-def write_csv(path: Path | None, result: Any) -> None:
-    """Write the file of `--csv`, if requested."""
+def write_csv(result: Any) -> None:
+    """Write the file of `--csv`, if requested: the rows of a result, or of several by the names of their models."""
+    path: Path | None = click.get_current_context().meta[_CSV]
     if path is not None:
+        import pandas  # half a second
+
         from weightscope._util import atomic
 
-        atomic.write(path, result.to_pandas().to_csv(index=False).encode())
+        if isinstance(result, Mapping):
+            tables = {name: found.to_pandas() for name, found in result.items()}
+            frame = pandas.concat(tables, names=["model"]).reset_index(level=0)
+        else:
+            frame = result.to_pandas()
+        atomic.write(path, frame.to_csv(index=False).encode())

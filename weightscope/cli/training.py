@@ -14,6 +14,7 @@ from weightscope.cli.options import (
     choice_option,
     code_option,
     command,
+    csv_option,
     data_option,
     device_option,
     figure_option,
@@ -35,6 +36,7 @@ from weightscope.cli.options import (
     tile_logger,
     training_options,
     varied,
+    write_csv,
     write_json,
 )
 from weightscope.errors import UsageError
@@ -388,6 +390,7 @@ _GAIN_TRAINING = ("data", "device", "gain_seeds", "gain_epochs")  # options of t
 @click.option("--overwrite", is_flag=True, help="Replace the results of another benchmark in this folder.")
 @log_option
 @training_options
+@csv_option
 @json_option
 def bench(
     recipe: str,
@@ -442,6 +445,7 @@ def bench(
         result = plan.run(on_tile=on_tile)
     click.echo(result.text())
     click.echo(f"wrote {', '.join(map(str, _write(result, folder)))}")
+    write_csv(result)
     write_json(json_file, result.to_dict())
 
 
@@ -466,6 +470,7 @@ def _write(result: Any, folder: Path) -> list[Path]:
 @choice_option("--better", "higher lower", "Which is better.  [default: by the name of the metric]")
 @click.option("--pattern", help="For folders: a regular expression of their names with the groups arm and pair.")
 @figure_option("comparison.png")
+@csv_option
 @json_option
 def compare(runs: tuple[Path, ...], out: Path, json_file: Path | None, **options: Any) -> None:
     """Compare arms of runs that were made elsewhere, paired by seed: differences, intervals, Holm's adjustment.
@@ -484,6 +489,7 @@ def compare(runs: tuple[Path, ...], out: Path, json_file: Path | None, **options
     click.echo(result.text())
     result.plot(out)
     click.echo(f"wrote {out}")
+    write_csv(result)
     write_json(json_file, result.to_dict())
 
 
