@@ -17,20 +17,13 @@ TITLES = {
     "fashion, parts": "Fashion-MNIST, width 32",
     "cifar10, parts": "CIFAR-10 at 16 x 16",
 }
-WORDS = {
+WORDS = {  # results.json has all arms
     "mimetic": "mimetic attention",
     "population": "distribution of ViTs trained on the digits",
-    "population, uncorrelated": "... without correlations",
-    "distribution": "distribution of DINOv2, gain 4",
-    "distribution, gain 1": "... gain 1",
-    "distribution, gain 10": "... gain 10",
-    "scale only": "... its scale only",
+    "distribution": "distribution of DINOv2, correlations times 4",
     "uncorrelated": "... without correlations",
-    "distribution, first block": "... of its block 0, in all blocks",
-    "distribution, QK only": "... queries and keys only",
     "distribution, VO only": "... values and outputs only",
-    "distribution, MLP only": "... MLPs only",
-    "distribution, QK turned": "... queries and keys, sign turned",
+    "distribution, QK only": "... queries and keys only",
     "distribution, VO turned": "... values and outputs, sign turned",
 }
 
@@ -47,10 +40,12 @@ def main(study: Path = STUDY, out: Path = HERE / "pretrained_distribution.png") 
         name: {arm.replace(", gain 4", ""): row for arm, row in results[name]["over_default"].items()} for name in found
     }
     rows = [arm for arm in WORDS if any(arm in over[name] for name in found)]
-    figure, axes = plots.subplots(1, len(found), width=2.4 * len(found) + 2.4, height=0.3 * len(rows) + 1)
+    figure, axes = plots.subplots(1, len(found), width=2.4 * len(found) + 2.4, height=0.3 * len(rows) + 1.3)
     for i, (ax, name) in enumerate(zip(axes[0], found, strict=True)):
-        for arm, row in over[name].items():
-            y, style = rows.index(arm), {"color": theme.PALETTE[kind(arm)]}
+        for y, arm in enumerate(rows):
+            if (row := over[name].get(arm)) is None:
+                continue
+            style = {"color": theme.PALETTE[kind(arm)]}
             ax.plot(100 * np.array(row["difference_ci95"]), [y, y], lw=1.6, **style)
             ax.plot(100 * row["difference"], y, theme.MARKERS[kind(arm)], ms=5, **style)
         ax.axvline(0, color=theme.INK, lw=1, ls=(0, (4, 2)), zorder=0)
