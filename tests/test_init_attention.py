@@ -167,6 +167,19 @@ def test_heads_that_share_a_key_are_chosen_together():
         part.only([0])
 
 
+@pytest.mark.parametrize("numbers", [{"preset": "language"}, {"construction": "same-random"}])
+def test_heads_that_start_with_equal_queries_learn_apart(numbers):
+    """Query heads of one key and value head have equal queries here; equal outputs would give them equal gradients."""
+    family = FAMILIES["hf-llama"]
+    model = mimetic_attention_(family.build(), generator=seeded(16), **numbers)
+    family.call(model).logits.square().sum().backward()
+    for part in attention(model):
+        q, name = part.read("q"), part.parameters["q"][0]
+        assert torch.equal(q[0], q[1])
+        gradient = dict(model.named_parameters())[name].grad.reshape(part.heads, -1)
+        assert relative(gradient[0], gradient[1]) > 0.1
+
+
 @pytest.mark.parametrize("kind", ["gpsa", "conv-logits", "conv-map", "conv-softmax-map"])
 def test_impulses_are_refused_where_positions_enter_the_map(kind):
     with pytest.raises(UsageError, match="gates, convolutions or biases of positions enter"):

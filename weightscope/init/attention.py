@@ -91,7 +91,8 @@ def value_output(
 
     V (kv_heads, d, k) and O (heads, k, d), float32: `U S^(1/2)` and `S^(1/2) V^T` of one decomposition per layer (as
     `mimetic_attention_` corrects thesis Eq. 3.14 and 3.15), split into heads by columns of U. Query heads that share a
-    value head have equal shares of its output.
+    value head have equal shares of its output, plus what independent Gaussian rows of the same sum and norm differ by:
+    heads with equal queries and equal outputs would have equal gradients, and stay equal.
     """
     group = heads // kv_heads
     if construction == "same-random":
@@ -100,8 +101,13 @@ def value_output(
         left, right = factors(noisy_identity(d, alpha, -beta, generator), kv_heads * k, generator)
     values = left.reshape(d, kv_heads, k).transpose(0, 1)
     outputs = right.reshape(d, kv_heads, k).permute(1, 2, 0)
-    balance = group**0.25  # so that V and all the O of its group together have equal norms
-    return values / balance, outputs.repeat_interleave(group, dim=0) * (balance / group)
+    if group == 1:
+        return values, outputs
+    noise = normal(kv_heads, group, k, d, generator=generator)
+    noise -= noise.mean(1, keepdim=True)
+    total = outputs[:, None]  # (kv_heads, 1, k, d)
+    noise *= total.norm(dim=3, keepdim=True) * math.sqrt(1 - 1 / group) / noise.norm(dim=(1, 3), keepdim=True)
+    return values, (total / group + noise).flatten(0, 1)
 
 
 def same_random(d: int, k: int, beta: float, generator: Generator) -> tuple[Tensor, Tensor]:
