@@ -30,7 +30,7 @@ from weightscope.networks.sequences import CausalTransformer
 
 # Initialisers that need another network, and the one that does nothing.
 SOURCED = (
-    *("default", "select_weights", "transfer", "transfer_singular", "covariance_transfer"),
+    *("default", "select_weights", "grow", "transfer", "transfer_singular", "covariance_transfer"),
     *("ssm_from_attention", "repeat_layer"),
 )
 
@@ -413,6 +413,9 @@ CASES = [
     Case("permute", FEW, touched_weights, check_permute),
     Case("transfer", FEW, touched_all, check_same_as_donor, donor="source"),
     Case("transfer_singular", FEW, touched_weights, check_transfer_singular, {"rank": 3}, donor="source"),
+    Case(
+        "grow", [f for f in FEW if f.name != "torch-decoder"], touched_all, check_same_as_donor, donor="source"
+    ),  # of equal sizes
     Case("select_weights", FEW, touched_all, check_same_as_donor, {"components": "all"}, donor="teacher"),
 ]
 CASE = {case.name: case for case in reversed(CASES)}  # the first of each name

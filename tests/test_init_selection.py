@@ -1,14 +1,15 @@
 import copy
 from functools import partial
 
+import numpy as np
 import pytest
 import shims
 import torch
-from families import scramble, seeded
+from families import scramble, seeded, state_space
 from references_init import select_uniform
 
 from weightscope.errors import DataError, SpecError, UsageError
-from weightscope.init import permute_, select_weights_, transfer_, transfer_singular_
+from weightscope.init import grow_, growth, permute_, select_weights_, transfer_, transfer_singular_
 from weightscope.networks import ConvMixer, ConvNeXt, ViT
 from weightscope.population import Population
 
@@ -246,6 +247,174 @@ def test_filters_are_padded_or_resampled(k, size):
     if k != size:
         with pytest.raises(SpecError, match=r"expected filters of \(\d, \d\), found .* filters='pad' or 'resample'"):
             transfer_(module, source)
+
+
+# --- growing ----------------------------------------------------------------------------------------------------------
+
+
+def gpt2(width, depth, heads):
+    transformers = shims.transformers()
+    sizes = {"n_embd": width, "n_layer": depth, "n_head": heads, "vocab_size": 40, "n_positions": 8}
+    torch.manual_seed(0)
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(bos_token_id=0, eos_token_id=0, **sizes))
+
+
+def timm_vit(width, depth, heads):
+    make = shims.timm().models.VisionTransformer
+    return make(img_size=16, patch_size=4, embed_dim=width, depth=depth, num_heads=heads, num_classes=5, init_values=1)
+
+
+CONVNEXT = partial(ConvNeXt, kernel_size=3, layer_scale=0.5)
+SKIP = partial(vit, layer_scale=0.3, layer_scale_on="skip")
+GROWN = {
+    "vit": (lambda: vit(32, 2, 2), lambda: vit(96, 4, 6)),
+    "vit, wider heads": (lambda: vit(32, 2, 2), lambda: vit(64, 2, 2)),
+    "vit, more and wider heads": (lambda: vit(32, 2, 2), lambda: vit(96, 3, 3)),
+    "vit, scaled skip": (lambda: SKIP(32, 2, 2), lambda: SKIP(64, 3, 4)),
+    "gpsa": (lambda: vit(32, 2, 2, attention="gpsa"), lambda: vit(64, 2, 4, attention="gpsa")),
+    "convnext": (lambda: CONVNEXT((8, 12), (1, 2)), lambda: CONVNEXT((16, 36), (3, 2))),
+    "convnext, hidden units": (lambda: CONVNEXT(8, 2, expansion=2), lambda: CONVNEXT(8, 2, expansion=3)),
+    "convnext, learned sum": (lambda: CONVNEXT(8, 2, learned_sum=0.1), lambda: CONVNEXT(16, 3, learned_sum=0.1)),
+    "convmixer": (lambda: ConvMixer(8, 2, 3, 4, 10), lambda: ConvMixer(13, 2, 3, 4, 10)),  # BatchNorm: any width
+    "gpt2": (lambda: gpt2(24, 2, 3), lambda: gpt2(48, 3, 6)),  # tied embeddings
+    "timm": (lambda: timm_vit(24, 2, 3), lambda: timm_vit(48, 3, 6)),
+    "transformers": (lambda: hugging_face_vit(32, 2, 2, 0), lambda: hugging_face_vit(64, 3, 4, 0)),
+}
+
+
+def pair_of(name):
+    small, large = (scramble(make(), seed).double().eval() for seed, make in enumerate(GROWN[name]))
+    for network, seed in ((small, 0), (large, 1)):
+        for key, value in network.named_buffers():
+            if "running" in key:
+                value.copy_(torch.rand(value.shape, generator=seeded(seed)) + 0.5)
+    return small, large
+
+
+@torch.no_grad()
+def outputs(*networks):
+    text = type(networks[0]).__name__.startswith("GPT2")
+    inputs = torch.arange(14).reshape(2, 7) if text else torch.randn(2, 3, 16, 16, dtype=torch.float64)
+    found = [network(inputs) for network in networks]
+    return [getattr(one, "logits", one) for one in found]
+
+
+@pytest.mark.parametrize("name", GROWN)
+def test_a_grown_network_computes_the_same_function(name):
+    small, large = pair_of(name)
+    expected, before = outputs(small, large)
+    assert not torch.allclose(before, expected, atol=0.1)
+    grow_(large, small, noise=0.0)
+    expected, found = outputs(small, large)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
+    grow_(large, small, noise=0.01, generator=seeded())
+    expected, near = outputs(small, large)
+    assert 1e-6 < (near - expected).norm() / expected.norm() < 0.3
+
+
+def units_with(**change):
+    """`_units` with other fields."""
+
+    def changed(make):
+        def units(*args):
+            found = make(*args)
+            return found._replace(**{key: how(getattr(found, key)) for key, how in change.items()})
+
+        return units
+
+    return changed
+
+
+PLANTED = {
+    "nothing is divided": ("_units", units_with(share=np.ones_like), "convnext"),
+    "units are confused": ("_units", units_with(taken=lambda units: units[::-1], share=np.sort), "convmixer"),
+    "queries and keys as they are": ("_units", units_with(factor=np.ones_like), "vit, wider heads"),
+    "the wrong axis is divided": ("_inputs", lambda make: lambda m: dict.fromkeys(make(m), 0), "vit"),
+    "the last norm as it is": ("_last_norm", lambda make: lambda *args: {}, "gpt2"),
+    "branches as they are": ("_zero_branches", lambda make: lambda *args: None, "timm"),
+}
+
+
+@pytest.mark.parametrize("error", PLANTED)
+def test_a_planted_error_changes_the_function(error, monkeypatch):
+    function, change, name = PLANTED[error]
+    monkeypatch.setattr(growth, function, change(getattr(growth, function)))
+    monkeypatch.setattr(growth, "_refuse_products", lambda *args: None)
+    small, large = pair_of(name)
+    expected, found = outputs(small, grow_(large, small, noise=0.0))
+    assert (found - expected).norm() > 1e-3 * expected.norm()
+
+
+def test_a_width_that_is_no_multiple_changes_the_function_under_layernorm():
+    small, large = (network.double() for network in (vit(32, 2, 2), vit(48, 2, 3)))
+    expected, found = outputs(small, grow_(large, small, noise=0.0))
+    assert (found - expected).norm() > 1e-3 * expected.norm()
+
+
+def test_noise_breaks_the_symmetry_of_equal_units():
+    small = vit(32, 1, 2)
+    for noise, equal in ((0.0, True), (0.01, False)):
+        large = grow_(vit(64, 1, 4), small, noise=noise, generator=seeded())
+        large(torch.randn(2, 3, 16, 16)).square().sum().backward()
+        gradient = large.blocks[0].mlp.fc1.weight.grad
+        same = torch.allclose(gradient[:128], gradient[128:], rtol=1e-3, atol=1e-4 * float(gradient.abs().max()))
+        assert same == equal
+
+
+def test_selection_in_reverse_undoes_selection():
+    """Its entries are those that `select_weights_` takes from the larger network; the others stay."""
+    small, large = student(), vit()
+    before = copy.deepcopy(large)
+    grow_(large, small, width="select", depth="repeat")
+    back = select_weights_(student(seed=5), large, layers="linspace", components=["mlp", "norm", "embedding"])
+    for name, value in back.named_parameters():
+        assert torch.equal(value, small.get_parameter(name)) or "attn" in name or "head" in name  # heads are whole
+    assert torch.equal(large.blocks[3].attn.proj.weight[::2, :16], small.blocks[1].attn.proj.weight[:, :16])
+    changed = large.blocks[0].mlp.fc1.weight != before.blocks[0].mlp.fc1.weight
+    assert changed.sum() == small.blocks[0].mlp.fc1.weight.numel()
+    assert torch.equal(changed[::2, ::2], torch.ones(128, 32, dtype=torch.bool))
+
+
+def test_repeated_blocks_are_those_of_nearest_relative_depth():
+    small, large = ConvMixer(8, 2, 3, 4, 10), ConvMixer(8, 5, 3, 4, 10)
+    grow_(large, small, depth="repeat", generator=seeded())
+    for mine, theirs in enumerate([0, 0, 0, 1, 1]):
+        pairs = zip(large.blocks[mine].parameters(), small.blocks[theirs].parameters(), strict=True)
+        assert all(torch.equal(a, b) for a, b in pairs)
+
+
+@pytest.mark.parametrize(
+    ("small", "large", "given", "error", "message"),
+    [
+        (vit, lambda: vit(32, 4, 2), {}, SpecError, "channels: expected at most 32 units .* found 64; select_weights_"),
+        (vit, lambda: vit(96, 4, 3), {}, SpecError, "qk.0: expected at most 3 heads of 32 units .* 4 heads of 16"),
+        (vit, lambda: vit(64, 2, 4), {}, SpecError, "2 layers in `blocks`, the teacher 4; .* smaller network"),
+        (vit, lambda: vit(classes=7), {}, SpecError, r"`head.weight`: only axes of units can grow.*exclude="),
+        (vit, lambda: vit(128, 4, 8), {"depth": "zero"}, UsageError, "'identity', 'repeat'"),
+        (vit, lambda: vit(128, 4, 8), {"noise": -1.0}, UsageError, "noise: expected a number >= 0"),
+        (lambda: vit().state_dict(), lambda: vit(128, 4, 8), {}, SpecError, "number of attention heads is known"),
+        (
+            lambda: ConvMixer(8, 2, 3, 4, 10),
+            lambda: ConvMixer(8, 3, 3, 4, 10),
+            {},
+            SpecError,
+            "none in `blocks.1`; use depth='repeat'",
+        ),
+        (
+            lambda: state_space(2),
+            lambda: state_space(2, width=32),
+            {},
+            SpecError,
+            r"dt_bias`: only axes of units can grow",
+        ),
+    ],
+)
+def test_growth_refuses_what_it_cannot_do(small, large, given, error, message):
+    module = large()
+    before = copy.deepcopy(module.state_dict())
+    with pytest.raises(error, match=message):
+        grow_(module, small(), **given)
+    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
 
 
 @pytest.mark.parametrize("init", [select_weights_, transfer_, partial(transfer_singular_, rank=3)])

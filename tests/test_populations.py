@@ -232,7 +232,7 @@ def _narrow(network, times=1):
 
 
 def _applied(arm):
-    """Apply the initialiser of an arm to a small version of its network; teachers are twice as wide and as deep."""
+    """Apply the initialiser of an arm to a small network; others are twice as wide and deep, or half so, to grow."""
     network, (config,) = arm.recipe.network, arm.recipe.init
     if isinstance(arm.recipe.data, SequenceConfig):
         sizes = {"vocabulary": 16}
@@ -241,9 +241,10 @@ def _applied(arm):
         sizes = {"in_channels": 3, "image_size": size, "num_classes": 10}
     numbers = dict(config.parameters)
     for name in {"teacher", "source"} & set(numbers):
-        numbers[name] = build(_narrow(network, 2), **sizes)
+        numbers[name] = build(_narrow(network, 1 if config.name == "grow" else 2), **sizes)
     initialise = initialisers.get(config.name, **numbers)
-    return initialise(build(_narrow(network), **sizes), generator=torch.Generator().manual_seed(0))
+    module = build(_narrow(network, 2 if config.name == "grow" else 1), **sizes)
+    return initialise(module, generator=torch.Generator().manual_seed(0))
 
 
 def _arms():

@@ -41,6 +41,7 @@ from weightscope.init.convolution import conv_covariance_ as conv_covariance_
 from weightscope.init.convolution import covariance_transfer_ as covariance_transfer_
 from weightscope.init.convolution import impulse_filters_ as impulse_filters_
 from weightscope.init.convolution import random_filters_ as random_filters_
+from weightscope.init.growth import grow_ as grow_
 from weightscope.init.impulse_attention import impulse_attention_ as impulse_attention_
 from weightscope.init.mlp import constant_mlp_bias_ as constant_mlp_bias_
 

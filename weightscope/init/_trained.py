@@ -20,6 +20,8 @@ COMPONENTS = ("embedding", "attention", "mlp", "convolution", "norm", "head", "o
 _HEAD = re.compile(r"(^|\.)(heads?|head_dist|classifier|cls_classifier|distillation_classifier|fc|lm_head|score)(\.|$)")
 _NORM = re.compile(r"norm|(^|\.)(bn|ln)(_?[0-9a-z]+)?$", re.IGNORECASE)
 _TOKEN = re.compile(r"(^|\.)(\w*_token|\w*_tokens|class_embedding)$")
+_REPEATED = ("blocks", "layers", "layer", "h")
+_BLOCK = re.compile(rf"(?:.*\.)?(?:{'|'.join(_REPEATED)})\.\d+(?=\.)")
 _KINDS = {"attention modules": "attention", "MLPs": "mlp", "depthwise convolutions": "convolution"}
 _KINDS |= dict.fromkeys(("patch embeddings", "position embeddings"), "embedding")
 
@@ -129,7 +131,8 @@ def end_to_end(large: int, small: int) -> Tensor:
 def counterparts(wanted: Iterable[str], student: Iterable[str], source: Source, rule: str) -> dict[str, Place]:
     """Student tensor -> place in the teacher: the same name, with layer numbers mapped where their numbers differ.
 
-    The rule is "first", "spaced" or "linspace".
+    The rule is "first", "spaced" or "linspace", of a larger teacher, or "repeat", of one with at most as many blocks:
+    those of nearest relative depth.
     """
     mine = places(student)
     refuse_prefix(mine, source)
@@ -180,16 +183,25 @@ def _path(name: str, place: str, mine: Mapping[str, list[int]], large: Mapping[s
         if word.isdecimal():
             small, big = mine[".".join(here)], large.get(".".join(there), [])
             i = small.index(int(word))
-            if len(small) > len(big):
+            more, fewer = len(small) > len(big), len(small) < len(big)
+            added = more and big and here[-1] in _REPEATED
+            if (fewer or (more and not added)) if rule == "repeat" else more:
+                size = "smaller network, in blocks only" if rule == "repeat" else "larger network"
                 raise SpecError(
                     f"`{name}`: the student has {len(small)} layers in `{'.'.join(here)}`, the teacher {len(big)}; "
-                    "the teacher must be the larger network"
+                    f"the teacher must be the {size}"
                 )
             pick = {"first": torch.arange(len(small)), "spaced": spaced(len(big), len(small))}
             mapped = str(big[int(pick.get(rule, end_to_end(len(big), len(small)))[i])])
         here.append(word)
         there.append(mapped)
     return ".".join(there)
+
+
+def block(name: str) -> str:
+    """The block of a tensor, `stages.0.blocks.2`; empty outside blocks."""
+    found = _BLOCK.match(name)
+    return found[0] if found else ""
 
 
 def token_grid(part: PositionEmbedding) -> TokenGrid:
