@@ -1,5 +1,6 @@
 """Covariance maps, grids of matrices and filters, checked by what is drawn and not by pixels."""
 
+from collections import namedtuple
 from typing import Any
 
 import numpy as np
@@ -215,6 +216,18 @@ def test_a_row_of_the_grid_shares_one_printed_colour_scale() -> None:
     assert len({p.images[0].norm.vmax for p in panels_of(together)}) == 1
     texts = " ".join(t.get_text() for t in figure.texts).replace("\n", " ")
     assert "upper left 16 × 16 of 20 × 20" in texts
+
+
+def test_products_of_one_layer_are_in_a_row_in_units_of_their_std() -> None:
+    Key = namedtuple("Key", "source layer part head")
+    rng, keys = np.random.default_rng(0), [("qk", 0), ("qk", 1), ("vo", None)]
+    corners = {Key("m", 3, *key): 10.0**i * rng.standard_normal((8, 8)) for i, key in enumerate(keys)}
+    panels = panels_of(plots.product_grid(corners))
+    assert [ax.get_title() for ax in panels] == ["QK head 0", "QK head 1", "VO layer"]
+    for ax, corner in zip(panels, corners.values(), strict=True):
+        np.testing.assert_allclose(ax.images[0].get_array(), corner / corner.std())
+    corners |= {key._replace(layer=4): corner for key, corner in corners.items()}
+    assert len({ax.get_position().y0 for ax in panels_of(plots.product_grid(corners))}) == 3, "several layers: down"
 
 
 def test_large_matrices_of_a_grid_are_averaged() -> None:

@@ -180,7 +180,8 @@ def product_grid(corners: Mapping[Any, Any], *, widths: Sequence[int] = (), titl
     """Upper left entries of W_Q W_K^T (heads down, layers across) above W_V W_O (layers) (thesis, Fig. 3.17 and 3.23).
 
     `corners` are named tuples (source, layer, part, head) -> (n, n), where head is None for a whole layer, and
-    `widths` d of the whole matrices, for the caption. At most 8 heads are drawn for each source.
+    `widths` d of the whole matrices, for the caption. At most 8 heads are drawn for each source. Of a single layer, all
+    are in one row, each in units of its standard deviation.
 
     Example:
         >>> save(product_grid(found.corners), "products.png")
@@ -204,6 +205,12 @@ def product_grid(corners: Mapping[Any, Any], *, widths: Sequence[int] = (), titl
     most = len({key.head for key in corners} - {None})
     quantity += f", first {_HEADS} of {most} heads" if most > _HEADS else ""
     names = [f"layer {layers[0]}", *map(str, layers[1:])]
+    if len(layers) == 1:  # across, where a page has room; scales of heads differ more than those of layers
+        across = [[line[0] / (np.std(line[0]) or 1.0) for line in lines.values()]]
+        quantity += ", in units of their std"
+        return matrix_grid(
+            across, row_labels=names, column_labels=list(lines), clip=None, quantity=quantity, title=title
+        )
     return matrix_grid(
         list(lines.values()), row_labels=list(lines), column_labels=names, clip=None, quantity=quantity, title=title
     )
