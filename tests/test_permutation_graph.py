@@ -378,3 +378,5 @@ def test_it_leaves_the_module_as_it_was() -> None:
 def test_inputs_are_for_modules() -> None:
     with pytest.raises(UsageError, match="expected a module to run on them, found a WeightSpec"):
         permutation_spec(WeightSpec.of(nn.Linear(2, 2)), torch.randn(2, 2))
+    with pytest.raises(UsageError, match=r"Bilinear cannot be run on them: .*missing 1 required"):
+        permutation_spec(nn.Bilinear(2, 2, 2), torch.randn(2, 2))

@@ -189,6 +189,7 @@ def test_short_names_stay_different_and_explain_themselves() -> None:
     short, remark = theme.short_names(names)
     assert short == ["stem 0 weight", "stage 0 block 0 conv_dw.weight", "center(stage 0 block 0 conv_dw.weight)"]
     assert remark == ""
+    assert theme.short_names(["bn0.weight", "layer1.0.fc.bias"])[0] == ["bn0.weight", "layer1.0 fc.bias"]
     endless = [f"{'x' * 60}{c}{'y' * 60}" for c in "ab"]
     assert theme.short_names(endless)[0] == endless, "what a cut would make equal is not cut"
     assert len(set(theme.short_names([f"{c}{'y' * 60}" for c in "ab"])[0])) == 2

@@ -235,8 +235,8 @@ def check_source(reference: str, expected: str, where: object) -> None:
         changed = reference if reference in _passed else f"{_file(reference)} ({reference})"
         raise SourceChanged(
             f"{where}: {changed} has changed since the population was created: expected hash {expected}, found "
-            f"{found}; `weightscope inspect --source {where}` shows the original: restore it, or collect into another "
-            "folder"
+            f"{found}; `weightscope inspect --source {where}` shows the original: restore it, or collect or import "
+            "into another folder"
         )
 
 

@@ -96,11 +96,13 @@ class ExchangeableCovariance(Result):
         if not shown:
             none = "no pair of tensors is correlated (p < 0.05, adjusted for the number of pairs)"
             return "\n".join([*lines, "", none])
+        each = "that of their covariance" if self.n < 3 else "the mean over networks of that in each (maps pool them)"
         lines += [
             "",
             f"correlated pairs (p < 0.05, adjusted for {len(self._pairs)} pairs), the surest first",
-            "interval: 95 %, over networks; of several variables the correlation is the largest canonical one, which",
-            "chance increases, and its interval, from the number of samples, is conservative",
+            f"correlation: of single variables {each},",
+            "of several the largest canonical one, which chance increases",
+            "interval: 95 %, over networks; of a canonical one from the number of samples, conservative",
         ]
         pairs = []
         for pair in shown:

@@ -17,6 +17,7 @@ from weightscope._util.names import listing
 from weightscope.anatomy.operations import Propagation, Recorder, Ref, Value, call, runs, tensors_in
 from weightscope.anatomy.symbolic_axes import Axes, Axis, Concatenation, Leaf, Unit, length
 from weightscope.anatomy.tracing import single_operations
+from weightscope.errors import UsageError
 from weightscope.spec import WeightSpec
 from weightscope.statistics.permutations import PermutationSpec, View
 
@@ -105,6 +106,11 @@ def derive_permutations(module: nn.Module, inputs: Any) -> PermutationSpec:
     try:
         with single_operations(), recorder:
             outputs = [recorder.ref(tensor) for tensor in tensors_in(call(module.eval(), inputs))]
+    except (TypeError, ValueError, RuntimeError, IndexError) as error:
+        raise UsageError(
+            f"example inputs: {type(module).__name__} cannot be run on them: {error}; give a tensor, a tuple "
+            "of arguments or a mapping of keyword arguments"
+        ) from error
     finally:
         for m in training:
             m.training = True

@@ -46,7 +46,7 @@ def init(
     Examples:
       weightscope init timm:vit_tiny_patch16_224 --init mimetic_attention+mimetic_mlp --seed 0 -o vit.safetensors
       weightscope init hf:gpt/ --init 'mimetic_attention(preset="language")' --option n_layer=6 -o start
-      weightscope init mine:network --init law.safetensors --audit -o start.pt
+      weightscope init mine:network --init mine.safetensors --audit -o start.pt
     """
     from weightscope.init.initialise import Initialised, initialise
     from weightscope.init.models import build, check_output, save

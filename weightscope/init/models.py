@@ -34,15 +34,15 @@ def build(model: str, options: Mapping[str, Any], seed: int) -> nn.Module:
             found = imported(model)(**options) if make is None else make(name.removeprefix("//"), dict(options))
         except WeightscopeError:
             raise
-        except ImportError as error:
-            package = {"timm": "timm", "hf": "transformers"}.get(library, "what it imports")
-            raise UsageError(f"{model}: {error}; `pip install {package}`") from error
         except Exception as error:  # of foreign code, on a wrong option or name
-            if "torchvision::" in str(error):
+            if "torchvision::" in f"{error} {error.__cause__}":
                 raise UsageError(
                     f"{model}: the installed torchvision is not for this torch; docs/troubleshooting.md says how to "
                     "install a pair"
                 ) from error
+            if isinstance(error, ImportError):
+                package = {"timm": "timm", "hf": "transformers"}.get(library, "what it imports")
+                raise UsageError(f"{model}: {error}; `pip install {package}`") from error
             raise UsageError(f"{model}: it raised {type(error).__name__}: {error}") from error
     if not isinstance(found, nn.Module):
         raise UsageError(f"{model}: expected a function that returns a module, found {found!r:.60}")
@@ -79,7 +79,9 @@ def check_output(model: str, path: Path, *, overwrite: bool = False) -> None:
     """UsageError if `save` cannot write there: another suffix, no such folder, or it exists."""
     folder = model.startswith("hf:")
     if path.exists() and (folder or not overwrite):
-        raise UsageError(f"{path}: exists; name another, remove it" + (" first" if folder else ", or add --overwrite"))
+        raise UsageError(
+            f"{path}: exists; name another" + (" or remove it" if folder else ", remove it, or add --overwrite")
+        )
     if folder and path.suffix in SUFFIXES:
         raise UsageError(f"{path}: expected the name of a folder, which `from_pretrained` loads")
     writable_path(path, *(() if folder else SUFFIXES), overwrite=True)

@@ -99,7 +99,7 @@ def short_names(names: Sequence[str]) -> tuple[list[str], str]:
         most = min(map(len, parts)) - 1
         first = next((i for i in range(most) if len({p[i] for p in parts}) > 1), most)
         last = next((i for i in range(most - first) if len({p[-1 - i] for p in parts}) > 1), most - first)
-    short = [re.sub(r"(?<=\d)\.", " ", ".".join(p[first : len(p) - last])) for p in parts]
+    short = [re.sub(r"\b(\d+)\.", r"\1 ", ".".join(p[first : len(p) - last])) for p in parts]
     short = [f"module {name}" if name.isdecimal() else name for name in short]  # of a Sequential
     cut = [name if len(name) <= _LONG else f"{name[: _LONG // 2 - 1]}…{name[-_LONG // 2 :]}" for name in short]
     cut = cut if len(set(cut)) == len(set(names)) else short if len(set(short)) == len(set(names)) else list(names)
