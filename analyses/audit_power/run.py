@@ -134,7 +134,7 @@ V, C = (16, 32, 64), (16, 48, 128)
 CASES = {
     "mimetic_attention-qk": Case("mimetic_attention", vit, V, error_in("alpha_qk"), {"alpha_qk": 0.84}),
     "mimetic_attention-vo": Case("mimetic_attention", vit, V, error_in("beta_vo"), {"beta_vo": 0.48}),
-    "mimetic_mlp-scalar": Case("mimetic_mlp", vit, V, error_in("b"), {"b": 0.36}),
+    "mimetic_mlp-scalar": Case("mimetic_mlp", vit, V, error_in("b"), {"b": 0.36}, {"b": 0.3}),
     "mimetic_mlp-rows": Case("mimetic_mlp", vit, V, error_in("sigma"), {"sigma": 0.36}, {"mode": "rows"}),
     "mimetic_mlp-anticorrelated": Case(
         "mimetic_mlp", vit, V, error_in("the factor 1/2"), anticorrelate, {"mode": "anticorrelated"}

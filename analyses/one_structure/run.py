@@ -86,14 +86,14 @@ MAGNITUDES: dict[Magnitude, str] = {
     "both": "|central pixel| and |diag(W2 W1)|",
 }
 FILTERS = InitConfig.model_validate({"name": "conv_covariance", "preset": "cifar-patch2"})
-CONVNEXT = ("mimetic_mlp", FILTERS, "mimetic_conv_mlp", "mimetic_first_last_mlp")
+CONVNEXT = ("mimetic_mlp(b=0.3)", FILTERS, "mimetic_conv_mlp", "mimetic_first_last_mlp")
 CONVNEXTS = Recipe.load(ROOT / "populations/digits-convnext.toml").replace({"training.epochs": 12})
 CASES = {
     "convnext": Case(CONVNEXTS, "stages.*", CONVNEXT, 3, 12, 4, 256),
     "vit": Case(
         Recipe.load(ROOT / "populations/digits-vit.toml"),
         "blocks.*",
-        ("mimetic_attention", "mimetic_mlp", "mimetic_attention+mimetic_mlp"),
+        ("mimetic_attention", "mimetic_mlp(b=0.3)", "mimetic_attention+mimetic_mlp(b=0.3)"),
         4,
         16,
         4,
