@@ -292,6 +292,10 @@ def test_timm_trains_from_what_is_written(tmp_path, capsys):
 
     name, file = "vit_tiny_patch16_224", tmp_path / "start.safetensors"
     begin(f"timm:{name}", "--init", BOTH, *as_options(SMALL), "-o", file, capsys=capsys)
+    audited = ("audit", file, "--init", "mimetic_attention")
+    assert "--heads H (PART=H,PART=H), --code timm:NAME" in run(*audited, capsys=capsys)[2]
+    assert run(*audited, "--code", f"timm:{name}", capsys=capsys)[0] == 0
+    assert f"did you mean '{name}'" in run(*audited, "--code", "timm:vit_tinny_patch16_224", capsys=capsys)[2]
     model = timm.create_model(name, checkpoint_path=str(file), **SMALL)
     optimizer, criterion = create_optimizer_v2(model, opt="adamw", lr=1e-3), LabelSmoothingCrossEntropy()
     x, y, losses = torch.randn(8, 3, 64, 64), torch.arange(8), []

@@ -117,7 +117,7 @@ class Structure:
 
     def notes(self) -> list[str]:
         """What looks like a part and cannot be read."""
-        why = joined((f"`{name}` {why}" for name, why in self.unread.items()), 3)
+        why = joined((f"`{name}` {why}" for name, why in self.unread.items()), 1)
         return [f"without statistics of structure: {why}"] * bool(self.unread)
 
 

@@ -144,8 +144,8 @@ class watch(Result):
         ]
 
     def to_pandas(self) -> "pandas.DataFrame":
-        """`rows()` as a data frame."""
-        return super().to_pandas().astype({"layer": "Int64"})  # missing of single weights
+        """`rows()` as a data frame; what a row lacks is missing, such as the layer of a single weight."""
+        return super().to_pandas().astype({"layer": "Int64"} | dict.fromkeys(COLUMNS, float))
 
     def summary(self) -> str:
         steps = sorted(self._records)
@@ -166,14 +166,14 @@ class watch(Result):
         from weightscope import plots
         from weightscope.plots.theme import number
 
-        changes = [f"{label} {number(a, 2)} to {number(b, 2)}" for label, a, b in self._changes() if label in _EVEN]
+        changes = [f"{label} {number(a, 3)} to {number(b, 3)}" for label, a, b in self._changes() if label in _EVEN]
         title = title or f"{type(self.model).__name__}, {max(self._records):,} steps: {'; '.join(changes[:3])}"
         figure = plots.step_curves(sorted(self._records), self._panels(), even=_EVEN, title=title)
         return plots.finished(figure, path)
 
     def _panels(self) -> dict[str, np.ndarray]:
         """Label -> values (records, layers)."""
-        frame = self.to_pandas().astype(dict.fromkeys(COLUMNS, float))
+        frame = self.to_pandas()
         out = {
             name: np.array([[v.get(step, np.nan)] for step in sorted(self._records)])
             for name, v in self.scalars.items()

@@ -161,7 +161,8 @@ class _Reader:
         if not heads:
             raise AnatomyError(
                 f"`{path}`: found {units} query rows, and no attribute or config with the number of heads of this part "
-                f"of width {width}; pass config={{'num_attention_heads': H}}, or --heads H (--heads PART=H,PART=H)"
+                f"of width {width}; pass --heads H (PART=H,PART=H), --code timm:NAME or MODULE:FUNCTION, or "
+                "config={'num_attention_heads': H}"
             )
         if inner % heads:
             raise AnatomyError(f"`{path}`: {heads} heads do not divide the {inner} columns of the output")

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from weightscope._util.names import unknown
 from weightscope._util.plugins import imported, is_reference
 from weightscope.anatomy import traced
 from weightscope.anatomy.attention_modules import find, same_block
@@ -121,11 +122,25 @@ def _moved(
     return Place(path, new, "", before + name)
 
 
+def timm_model(name: str, **options: Any) -> nn.Module:
+    """A model of timm, untrained; UsageError if it has none of the name."""
+    import timm
+
+    if ":" not in name and not timm.is_model(name):
+        raise UsageError(unknown("model of timm", name.partition(".")[0], timm.list_models()))
+    return timm.create_model(name, **options)
+
+
 def _own(code: str | Callable[[], nn.Module]) -> nn.Module:
+    if isinstance(code, str) and code.startswith("timm:"):
+        try:
+            return timm_model(code.removeprefix("timm:")).eval()
+        except (ImportError, RuntimeError) as error:
+            raise UsageError(f"{code}: {error}; docs/troubleshooting.md says how to install timm") from error
     make: Any = imported(code) if isinstance(code, str) and is_reference(code) else code
     module = make() if callable(make) and not isinstance(make, nn.Module) else make
     if not isinstance(module, nn.Module):
-        raise UsageError(f"code: expected `package.module:function` that returns a module, found {code!r}")
+        raise UsageError(f"code: expected timm:NAME or a `package.module:function` of a module, found {code!r}")
     return module
 
 

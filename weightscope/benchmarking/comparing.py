@@ -176,7 +176,10 @@ def _rows(runs: Any, metric: str, arm: str, pair: str, pattern: str) -> tuple[Ta
     for folder in _folders(paths):
         match = re.fullmatch(pattern, folder.name)
         if match is None or not {"arm", "pair"} <= match.groupdict().keys():
-            raise DataError(f"{folder}: expected a name such as mimetic-3, or --pattern with groups arm and pair")
+            raise DataError(
+                f"{folder}: expected a name such as mimetic-3, or --pattern with groups "
+                "(?P<arm>...) and (?P<pair>...) that matches it"
+            )
         last = _csv(folder / "summary.csv")[-1:] if (folder / "summary.csv").exists() else [_scalars(folder)]
         if not last:
             raise DataError(f"{folder / 'summary.csv'}: expected a row for each epoch, found none")

@@ -288,7 +288,8 @@ layout_option = click.option(
 code_option = click.option(
     "--code",
     metavar="MODULE:FUNCTION",
-    help="A function that returns a module with the names of the file: its forward pass tells what they mean.",
+    help="A function that returns a module with the names of the file, or timm:NAME: its forward pass tells what they "
+    "mean.",
 )
 
 

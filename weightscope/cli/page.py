@@ -103,7 +103,7 @@ def population_sections(population: Population, found: ExchangeableCovariance | 
     if not rows:
         text.append("No pair of tensors is correlated (p < 0.05, adjusted for all pairs).")
     elif len(sure) > _PAIRS:
-        text.append(f"The table has the {_PAIRS} strongest of {len(sure)} pairs with p < 0.05, adjusted for all pairs.")
+        text.append(f"The table has the {_PAIRS} of {len(sure)} pairs with the smallest p (< 0.05, adjusted for all).")
     caption = "Outside the blocks on the diagonal: correlations between tensors and between layers."
     pictures = [(found.plot(), caption), *_over_depth(found), *_filters(found)]
     return [*sections, Section("Correlations of the weights", text, pictures, (heads, rows) if rows else None)]

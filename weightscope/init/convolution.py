@@ -50,7 +50,7 @@ def settings(preset: str | None, sigma0: float | None, v: float | None, a: float
         return PRESETS[preset]
     missing = [name for name, value in given.items() if value is None]
     if missing:
-        raise UsageError(f"conv_covariance_: missing {', '.join(missing)}, or preset, one of {', '.join(PRESETS)}")
+        raise UsageError(f"conv_covariance: missing {', '.join(missing)}, or preset, one of {', '.join(PRESETS)}")
     return Schedule(**{name: number(name, value) for name, value in given.items()})
 
 

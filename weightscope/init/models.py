@@ -12,6 +12,7 @@ from weightscope._util.names import unknown
 from weightscope._util.outputs import writable_path
 from weightscope._util.plugins import imported, is_reference
 from weightscope._util.torch_random import seeded
+from weightscope.anatomy.from_code import timm_model
 from weightscope.errors import UsageError, WeightscopeError
 
 SUFFIXES = (".safetensors", ".pt", ".pth")
@@ -24,14 +25,14 @@ def build(model: str, options: Mapping[str, Any], seed: int) -> nn.Module:
     the config's `architectures`. The library's own initialisation draws from the seed.
     """
     library, _, name = model.partition(":")
-    make = {"timm": _timm, "hf": _transformers}.get(library)
+    make = {"timm": timm_model, "hf": _transformers}.get(library)
     if make is None and not is_reference(model):
         raise UsageError(f"{model}: expected timm:NAME, hf:FOLDER or package.module:function")
     if library == "hf" and not name.startswith("//") and not Path(name).exists():
         raise UsageError(f"{model}: no such folder; for a model at the hub hf://ORG/NAME")
     with seeded(seed):
         try:
-            found = imported(model)(**options) if make is None else make(name.removeprefix("//"), dict(options))
+            found = imported(model)(**options) if make is None else make(name.removeprefix("//"), **options)
         except WeightscopeError:
             raise
         except Exception as error:  # of foreign code, on a wrong option or name
@@ -49,15 +50,7 @@ def build(model: str, options: Mapping[str, Any], seed: int) -> nn.Module:
     return found
 
 
-def _timm(name: str, options: dict[str, Any]) -> nn.Module:
-    import timm
-
-    if ":" not in name and not timm.is_model(name):
-        raise UsageError(unknown("model of timm", name.partition(".")[0], timm.list_models()))
-    return timm.create_model(name, **options)
-
-
-def _transformers(name: str, options: dict[str, Any]) -> nn.Module:
+def _transformers(name: str, **options: Any) -> nn.Module:
     import transformers
 
     config, unused = transformers.AutoConfig.from_pretrained(name, return_unused_kwargs=True, **options)
