@@ -185,9 +185,16 @@ def test_hugging_faces_convnext_matches_timms():
         torch.testing.assert_close(ours.eval()(images), teacher.eval()(images).logits, rtol=1e-3, atol=1e-4)
 
 
+def test_a_teacher_within_another_module_is_the_same_one():
+    teacher, one, other = vit(), student(), student()
+    select_weights_(one, {f"student.backbone.{name}": value for name, value in teacher.state_dict().items()})
+    select_weights_(other, teacher)
+    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
+
+
 def test_what_stands_before_all_names_of_the_teacher_is_named():
-    teacher = {f"student.backbone.{name}": value for name, value in vit().state_dict().items()}
-    for initialise, small in ((select_weights_, student()), (transfer_, vit(seed=1))):
+    teacher = {f"student.backbone.{name}": value for name, value in gpt2(24, 2, 3).state_dict().items()}
+    for initialise, small in ((select_weights_, gpt2(16, 1, 2)), (transfer_, gpt2(24, 2, 3))):
         with pytest.raises(
             SpecError, match=r"names of the trained network begin with `student\.backbone\.`, the module's"
         ):

@@ -133,7 +133,8 @@ def places(names: Iterable[str]) -> dict[str, Place]:
     The norm after the average over tokens (`fc_norm`) counts as the last norm (`norm`) where a model has only one.
     """
     plain_names = {name: unwrapped(name) for name in names}
-    before = {found[0] for name in plain_names.values() if (found := _BEFORE.match(name))}
+    other = any("embeddings.patch_embeddings." in text for text in plain_names.values())  # transformers' names
+    before = {found[0] for text in plain_names.values() if not other and (found := _BEFORE.match(text))}
     inside = before.pop() if len(before) == 1 else ""  # one network within another module
     bare = {name: _PREFIX.sub("", text.removeprefix(inside)) for name, text in plain_names.items()}
     known = set(bare.values())
