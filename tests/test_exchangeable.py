@@ -204,6 +204,20 @@ def test_intervals_of_canonical_correlations_cover() -> None:
         assert covered >= stats.binom.isf(1 - 1e-4, 100, 0.95)
 
 
+@pytest.mark.parametrize("units", [3, 8])
+def test_correlations_of_few_units_are_not_too_small(units: int) -> None:
+    """Sample correlations of 3 units have mean 0.50 where the true one is 0.6; the interval covers 0.6."""
+    spec = WeightSpec([TensorSpec("a", (units,)), TensorSpec("b", (units,))])
+    permutations = PermutationSpec.from_axes(spec, {"a": ("units",), "b": ("units",)})
+    covered = 0
+    for seed in range(100):
+        x = np.random.default_rng(seed).standard_normal((256, spec.size))
+        x[:, units:] = -0.6 * x[:, :units] + 0.8 * x[:, units:]
+        (pair,) = correlated_pairs(ExchangeableMoments(spec, permutations, index=False).update(x).covariances())
+        covered += pair.ci95[0] <= -0.6 <= pair.ci95[1]
+    assert stats.binom.isf(1 - 1e-4, 100, 0.95) <= covered
+
+
 def test_standard_errors_know_that_networks_differ() -> None:
     """Entries of a network that share a scale are no independent samples; the error over networks says so."""
     x, spec, permutations = planted(400, 0.0)

@@ -96,7 +96,8 @@ class ExchangeableCovariance(Result):
         if not shown:
             none = "no pair of tensors is correlated (p < 0.05, adjusted for the number of pairs)"
             return "\n".join([*lines, "", none])
-        each = "that of their covariance" if self.n < 3 else "the mean over networks of that in each (maps pool them)"
+        each = "the unbiased mean over networks of that in each (maps pool them)"
+        each = "that of their covariance" if self.n < 3 else each
         lines += [
             "",
             f"correlated pairs (p < 0.05, adjusted for {len(self._pairs)} pairs), the surest first",

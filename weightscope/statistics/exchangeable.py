@@ -17,12 +17,12 @@ Tests of the pairs of such a covariance say which tensors of a network are corre
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
-from math import atanh, copysign, inf, lgamma, log, prod, sqrt, tanh
+from math import atanh, copysign, exp, inf, lgamma, log, prod, sqrt, tanh
 from typing import Literal, Self
 
 import numpy as np
 from scipy.optimize import brentq
-from scipy.special import chdtr, chdtrc, chndtr, ndtri, stdtr, stdtrit
+from scipy.special import chdtr, chdtrc, chndtr, hyp2f1, ndtri, stdtr, stdtrit
 
 from weightscope._util.environment import available_memory
 from weightscope._util.names import listing
@@ -448,11 +448,12 @@ def correlated_pairs(covariances: Sequence[TypeCovariance]) -> list[Pair]:
 
     Views of multiplicity 1: Fisher's transformation of the mean over N networks of the correlation in each of them,
     about the means over networks, so that networks of different scale count alike, with its standard error compared
-    with Student's t of N - 1 degrees of freedom; with fewer than 3 networks, the correlation of their covariance, with
-    1 / sqrt(samples). Views of higher multiplicity: the largest canonical correlation with Bartlett's chi-squared test
-    of Wilks' lambda; samples are divided by what units of different scale do to the variance of the two views'
-    correlations (`TypeCovariance.inflation`), where that exceeds one. Its interval inverts the noncentral chi-squared
-    distribution of the same statistic.
+    with Student's t of N - 1 degrees of freedom. Of few units a sample correlation is too small on average; the mean
+    and its interval are given as the correlations that have them as expectations (`unbiased`). With fewer than 3
+    networks, the correlation of their covariance, with 1 / sqrt(samples). Views of higher multiplicity: the largest
+    canonical correlation with Bartlett's chi-squared test of Wilks' lambda; samples are divided by what units of
+    different scale do to the variance of the two views' correlations (`TypeCovariance.inflation`), where that exceeds
+    one. Its interval inverts the noncentral chi-squared distribution of the same statistic.
     """
     out = []
     for found in covariances:
@@ -474,7 +475,10 @@ def correlated_pairs(covariances: Sequence[TypeCovariance]) -> list[Pair]:
                 known = bool(np.isfinite(error))
                 r = float(np.clip(value if known else block.item() / scale, -1, 1))
                 error = float(error) if known else (1 - r**2) / sqrt(found.samples - 3)
-                tested = r, *fisher_interval(r, error, found.networks - 1 if known else inf)
+                (low, high), z, p = fisher_interval(r, error, found.networks - 1 if known else inf)
+                if known:
+                    r, low, high = (unbiased(value, found.kind.dimension) for value in (r, low, high))
+                tested = r, (low, high), z, p
             if tested is not None:
                 out.append(Pair(found.kind.groups, a, b, *tested, block.size == 1))
     pairs = [replace(pair, p=p) for pair, p in zip(out, holm([pair.p for pair in out]), strict=True)]
@@ -497,6 +501,23 @@ def fisher_interval(r: float, error: float, freedom: float) -> tuple[tuple[float
     centre, step = atanh(r), error / (1 - r**2)
     half = -float(stdtrit(freedom, 0.025)) * step
     return (tanh(centre - half), tanh(centre + half)), centre / step, float(2 * stdtr(freedom, -abs(centre) / step))
+
+
+def unbiased(mean: float, freedom: int) -> float:
+    """The correlation of Gaussian pairs whose sample correlations of so many degrees of freedom f have this mean.
+
+    `E[r] = rho (2 / f) (Gamma((f + 1) / 2) / Gamma(f / 2))^2 2F1(1/2, 1/2; f / 2 + 1; rho^2)` (Hotelling 1953), and
+    from f = 100 its expansion in 1 / f, with an error below 2e-5.
+    """
+    if freedom >= 100:  # scipy's 2F1 is NaN near 1 from f = 200 or so
+        return mean * (1 + (1 - mean**2) / (2 * freedom))
+    scale = 2 / freedom * exp(2 * (lgamma((freedom + 1) / 2) - lgamma(freedom / 2)))
+
+    def excess(rho: float) -> float:
+        expected = 1 if rho == 1 else rho * scale * float(hyp2f1(0.5, 0.5, freedom / 2 + 1, rho**2))
+        return expected - abs(mean)
+
+    return copysign(float(brentq(excess, 0, 1)), mean)
 
 
 def _canonical(
