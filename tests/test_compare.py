@@ -89,6 +89,12 @@ def test_fewer_than_two_pairs() -> None:
         weightscope.compare(rows(1), metric="top1")
 
 
+def test_one_csv_has_all_runs(tmp_path: Path) -> None:
+    both = [written(tmp_path / name, rows(3)) for name in ("a.csv", "b.csv")]
+    with pytest.raises(DataError, match=r"a\.csv: expected one CSV with all runs, or folders of runs, found 2 paths"):
+        weightscope.compare(both, metric="top1")
+
+
 def test_folders_of_timm_and_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for row in rows(3):
         folder = tmp_path / "runs" / f"{row['init']}-{row['seed']}"

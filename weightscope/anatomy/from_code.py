@@ -19,7 +19,7 @@ from weightscope.anatomy.attention_modules import find, same_block
 from weightscope.anatomy.attention_part import AttentionPart, Gain
 from weightscope.anatomy.tensors import ModuleTensors, NamedTensors, Parts, Place, in_layers
 from weightscope.anatomy.traced_rows import shared
-from weightscope.errors import UsageError
+from weightscope.errors import UsageError, WeightscopeError
 
 _LARGEST = 1_500_000_000  # parameters of a network that is built, 6 GB
 # What the layout of attention does not depend on.
@@ -132,13 +132,16 @@ def timm_model(name: str, **options: Any) -> nn.Module:
 
 
 def _own(code: str | Callable[[], nn.Module]) -> nn.Module:
-    if isinstance(code, str) and code.startswith("timm:"):
-        try:
+    try:
+        if isinstance(code, str) and code.startswith("timm:"):
             return timm_model(code.removeprefix("timm:")).eval()
-        except (ImportError, RuntimeError) as error:
-            raise UsageError(f"{code}: {error}; docs/troubleshooting.md says how to install timm") from error
-    make: Any = imported(code) if isinstance(code, str) and is_reference(code) else code
-    module = make() if callable(make) and not isinstance(make, nn.Module) else make
+        make: Any = imported(code) if isinstance(code, str) and is_reference(code) else code
+        module = make() if callable(make) and not isinstance(make, nn.Module) else make
+    except WeightscopeError:
+        raise
+    except Exception as error:  # of foreign code
+        hint = "; docs/troubleshooting.md says how to install timm" if str(code).startswith("timm:") else ""
+        raise UsageError(f"{code}: it raised {type(error).__name__}: {error}{hint}") from error
     if not isinstance(module, nn.Module):
         raise UsageError(f"code: expected timm:NAME or a `package.module:function` of a module, found {code!r}")
     return module

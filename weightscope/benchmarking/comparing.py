@@ -172,6 +172,8 @@ def _rows(runs: Any, metric: str, arm: str, pair: str, pattern: str) -> tuple[Ta
     paths = [Path(path) for path in given]
     if len(paths) == 1 and paths[0].suffix == ".csv" and paths[0].name != "summary.csv":
         return _csv(paths[0]), False
+    if tables := [path for path in paths if path.suffix == ".csv" and path.name != "summary.csv"]:
+        raise DataError(f"{tables[0]}: expected one CSV with all runs, or folders of runs, found {len(paths)} paths")
     out = []
     for folder in _folders(paths):
         match = re.fullmatch(pattern, folder.name)
