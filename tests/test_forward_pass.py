@@ -329,7 +329,7 @@ def test_a_file_is_read_as_code_of_ones_own_computes(tmp_path, monkeypatch):
     assert len(json.loads((tmp_path / "out.json").read_text())["rows"]) == 3 * (3 + 3 + 1)
     with pytest.raises(UsageError, match="none of the attention modules that its forward pass shows has the names"):
         anatomy.attention({"other.weight": torch.zeros(24, 24)}, {"code": "own_net:Net"})
-    with pytest.raises(UsageError, match="it raised ZeroDivisionError: division by zero"):
+    with pytest.raises(UsageError, match="it raised ZeroDivisionError: "):
         anatomy.attention({"other.weight": torch.zeros(24, 24)}, {"code": lambda: 1 // 0})
 
 
