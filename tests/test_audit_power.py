@@ -259,7 +259,7 @@ def test_first_layers_of_mlps_without_entries_or_noise(mode):
         return {f"h.{i}.mlp.{n}.weight": w for i in range(2) for n, w in {"fc1": fc1, "fc2": fc1.T}.items()}
 
     empty = state(torch.zeros(8, 0))
-    with pytest.raises(AnatomyError, match=r"`h.0.mlp`: a matrix without entries"):
+    with pytest.raises(AnatomyError, match=r"`h.0.mlp` \(a matrix without entries\)"):
         audit(empty, "mimetic_mlp", mode=mode)
     assert "a matrix without entries" in audit(empty).skipped["mimetic_mlp"]
     for fc1 in (torch.ones(8, 4), torch.linspace(-1, 1, 8)[:, None]):
