@@ -196,7 +196,7 @@ def test_another_network_is_refused_and_left_alone(path):
     with pytest.raises(UsageError, match="load_init: expected a module, found OrderedDict"):
         init(Network().state_dict())
     with pytest.raises(UsageError, match="expected a torch"):
-        init(Network(), generator=0)
+        init(Network(), generator="0")
 
 
 def test_an_artifact_of_a_newer_version(path):

@@ -388,9 +388,9 @@ def test_results_are_tables_and_pictures():
     assert repr(result) == "<PopulationFit: 4 tensors in 4 groups, 200 networks: diagonal, isotropic>"
     assert result.rows() == list(result.table)
     assert len(result.to_pandas()) == len(result.table) == 4 * 2 + 3
-    axes = result.plot(group=FC1)
-    assert {"isotropic", "diagonal"} <= {text.get_text() for text in axes.get_yticklabels()}
-    axes.figure.clear()
+    figure = result.plot(group=FC1)
+    assert {"isotropic", "diagonal"} <= {text.get_text() for text in figure.axes[0].get_yticklabels()}
+    figure.clear()
 
 
 def test_too_few_networks():

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from weightscope import anatomy
 from weightscope.errors import AnatomyError
+from weightscope.init import mimetic_attention_
 
 TIMM = small_models.words(
     "test_vit test_convnext test_efficientnet vit_tiny_patch16_224 cait_xxs24_224 coatnet_nano_rw_224 tiny_vit_5m_224 "
@@ -206,11 +207,13 @@ class Half(nn.Linear):
         return super().forward(x[..., : WIDTH // 2])
 
 
-def test_keys_and_values_of_different_widths_are_refused() -> None:
+def test_values_of_another_width_than_keys_are_no_self_attention() -> None:
     model = Attention("plain")
     model.v = Half(WIDTH // 2, GROUPS * KEY)
-    with pytest.raises(AnatomyError, match="keys read 24 channels, values 12"):
-        anatomy.attention(model)
+    (part,) = anatomy.attention(model)
+    assert (part.kind, part.read("k").shape[1], part.read("v").shape[1]) == ("cross", WIDTH, WIDTH // 2)
+    with pytest.raises(AnatomyError, match="cross"):
+        mimetic_attention_(model)
 
 
 class OneChannel(nn.Module):

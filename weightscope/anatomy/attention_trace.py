@@ -107,19 +107,14 @@ class _Reader:
             self._compare("v", values, apply.values[1])
         heads, kv_heads = len(qs), self._groups(slots, ks, vs)
         width, kv_width, v_width = (nodes[x].weight.columns for x in "qkv")  # type: ignore[union-attr]
-        if v_width != kv_width:
-            raise _UnreadError(f"keys read {kv_width} channels, values {v_width}")
         streams = {x: self._stream(node) for x, node in nodes.items()}
         marks = q.marks | k.marks
         logits = product.logits
         assert logits is not None
         reads = [nodes[x].values[0].data_ptr() for x in "qk"]
         filtered = bool((nodes["q"].marks | nodes["k"].marks) & {"convolved", "pooled"})  # each in its own way
-        kind: Any = (
-            "self"
-            if streams["q"] == streams["k"] == streams["v"] and (not filtered or reads[0] == reads[1])
-            else "cross"
-        )
+        same = streams["q"] == streams["k"] == streams["v"] and kv_width == v_width
+        kind: Any = "self" if same and (not filtered or reads[0] == reads[1]) else "cross"
         learned = nodes["q"].inputs is None or bool((nodes["q"].inputs < 0).all())
         if channels:
             kind = "channels"
