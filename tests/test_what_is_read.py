@@ -13,7 +13,7 @@ import what_is_read as study
 from torch import Tensor, nn
 
 from weightscope import anatomy
-from weightscope.errors import AnatomyError
+from weightscope.errors import UsageError
 from weightscope.init import mimetic_attention_
 
 TIMM = small_models.words(
@@ -212,7 +212,7 @@ def test_values_of_another_width_than_keys_are_no_self_attention() -> None:
     model.v = Half(WIDTH // 2, GROUPS * KEY)
     (part,) = anatomy.attention(model)
     assert (part.kind, part.read("k").shape[1], part.read("v").shape[1]) == ("cross", WIDTH, WIDTH // 2)
-    with pytest.raises(AnatomyError, match="cross"):
+    with pytest.raises(UsageError, match="found cross-attention only"):
         mimetic_attention_(model)
 
 
