@@ -338,7 +338,7 @@ def test_the_result_prints_serialises_and_draws(tmp_path):
     assert "means over heads and 3 images, 1 special tokens and 4 x 4 patches" in found.text()
     assert found.finding() in found.text()
     failing = sum(not row["holds"] for row in found.condition())
-    assert found.finding().startswith(f"D >= k f^2 fails in at least {failing} of 2 layers for f = 3")
+    assert found.finding().startswith(f"D >= k f^2 fails in {failing} or more of 2 layers for f = 3")
     plain = json.loads(json.dumps(found.to_dict()))
     assert len(plain["heads"]) == 6
     assert plain["layers"][1]["name"] == "blocks.1.attn"

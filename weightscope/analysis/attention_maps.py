@@ -181,9 +181,13 @@ class AttentionMaps(Result):
         """One sentence about the rank condition."""
         rows = self.condition()
         failed, heads = sum(not row["holds"] for row in rows), sum(row["enough_heads"] for row in rows)
-        fails = f"D >= k {self._taps} fails in at least {failed} of {len(rows)} layers for f = {self.filter_size}"
-        needed = f"the {self._taps} = {self.taps} heads that as many filters need"
-        return f"{fails} (k: stable ranks, at most the ranks); {heads} of {len(rows)} have {needed}"
+        where = (
+            f"fails in {failed} or more of {len(rows)} layers"
+            if failed
+            else f"is not shown to fail in {len(rows)} layers"
+        )
+        fails = f"D >= k {self._taps} {where} for f = {self.filter_size} (k: stable ranks, at most the ranks)"
+        return f"{fails}; {heads} of {len(rows)} layers have {self.taps} heads, one for each entry of a filter"
 
     def _title(self, kind: str) -> str:
         """The finding of a picture in numbers."""
