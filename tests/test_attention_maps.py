@@ -481,6 +481,7 @@ def test_pictures_are_normalised_as_the_folder_says(folder, tmp_path):
         (("vits.pop", "--images", "digits"), "a population its recipe's images"),
         ((".", "--images", "digits"), "a model's folder with config.json"),
         (("hf", "--images", "hf"), "hf: expected pictures"),
+        (("hf", "--images", "./nowhere"), "nowhere: no such file or folder of pictures"),
     ],
 )
 def test_what_the_command_refuses(folder, arguments, message, capsys, monkeypatch):

@@ -140,6 +140,8 @@ def images_for(
     side, channels = size or config.get("image_size"), config.get("num_channels", 3)
     mean, std = (torch.tensor(known.get(key, value)) for key, value in (("image_mean", MEAN), ("image_std", STD)))
     if images is not None and not Path(images).exists():
+        if Path(images).name != images:
+            raise DataError(f"{images}: no such file or folder of pictures")
         pixels = load(images, root, train=1, test=count).test_images.float() / 255
         scaled = F.interpolate(pixels, size=side or pixels.shape[-1], mode="bicubic", antialias=True)
         return normalise(scaled.clamp(0, 1), mean, std)
