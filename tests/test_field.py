@@ -303,7 +303,7 @@ def test_heads_of_another_part_are_not_used() -> None:
         found = anatomy.attention(state, config, strict=None)
         assert [part.width for part in found] == [32]
         assert [unread.path for unread in found.unread] == ["model.vision_tower.layers.0.self_attn"]
-        assert "--heads PART=H" in found.unread[0].why
+        assert "--heads H (PART=H,PART=H)" in found.unread[0].why
     with pytest.raises(AnatomyError, match="one number of heads is stated for layers of widths 32, 48"):
         anatomy.attention(state, {"num_attention_heads": 4})
     with pytest.raises(UsageError, match="heads: expected parts of paths of attention modules, found 'audio'"):

@@ -120,10 +120,13 @@ def inputs(module: nn.Module) -> Iterator[Inputs]:
     channels = getattr(first, "in_channels", 3)
     spread = {nn.Conv1d: 1, nn.Conv2d: 2, nn.Conv3d: 3}
     axes = next((n for kind, n in spread.items() if isinstance(first, kind)), 0)
+    stated = (getattr(module, "pretrained_cfg", None) or {}).get("input_size")
     for size in _sizes(module):
         shape = (channels, *size) if len(size) > 1 or axes < 2 else (channels, *size * axes)
         if axes > 1 or first is None:
             yield (noise(1, *shape),), {}
+        elif stated is not None:  # of timm, whose first layer takes patches
+            yield (noise(1, stated[0], *size),), {}
     widths = [p.shape[-1] for p in module.parameters() if p.ndim == 2] + [
         p.numel() for p in module.parameters() if p.ndim == 1
     ]
