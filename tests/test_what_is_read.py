@@ -17,8 +17,8 @@ from weightscope.errors import UsageError
 from weightscope.init import mimetic_attention_
 
 TIMM = small_models.words(
-    "test_vit test_convnext test_efficientnet vit_tiny_patch16_224 cait_xxs24_224 coatnet_nano_rw_224 tiny_vit_5m_224 gemma4_vit_167m "
-    "levit_128s lowformer_b0 efficientformer_l1 pvt_v2_b0 swinv2_cr_tiny_224 davit_tiny"
+    "test_vit test_convnext test_efficientnet vit_tiny_patch16_224 cait_xxs24_224 coatnet_nano_rw_224 tiny_vit_5m_224 "
+    "gemma4_vit_167m levit_128s lowformer_b0 efficientformer_l1 pvt_v2_b0 swinv2_cr_tiny_224 davit_tiny"
 )
 TRANSFORMERS = small_models.words(
     "bart bert blenderbot bloom clip cohere convnext deberta-v2 distilbert electra esm falcon gemma3_text glm4 gpt2 "
