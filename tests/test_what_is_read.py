@@ -139,8 +139,9 @@ def test_keys_of_another_stream_are_no_self_attention() -> None:
 class MLPs(nn.Module):
     """A convolution of each channel over tokens, then two gated MLPs."""
 
-    def __init__(self) -> None:
+    def __init__(self, act: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
+        self.act = act
         self.taps = nn.Conv2d(WIDTH, WIDTH, (1, 5), padding=(0, 2), groups=WIDTH)
         self.up, self.gate = (nn.ModuleList(nn.Linear(WIDTH, 40) for _ in range(2)) for _ in range(2))
         self.down = nn.ModuleList(nn.Linear(40, WIDTH) for _ in range(2))
@@ -148,7 +149,7 @@ class MLPs(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.taps(x.mT[:, :, None])[:, :, 0].mT
         for up, gate, down in zip(self.up, self.gate, self.down, strict=True):
-            x = x + down(F.silu(gate(x)) * up(x))
+            x = x + down(self.act(gate(x)) * up(x))
         return x
 
 
@@ -171,9 +172,10 @@ WRONG_FILTERS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def test_the_judge_finds_every_mistake_in_mlps_and_filters() -> None:
+@pytest.mark.parametrize("act", [F.silu, F.gelu, F.relu6, torch.sigmoid])
+def test_the_judge_finds_every_mistake_in_mlps_and_filters(act: Callable[[Tensor], Tensor]) -> None:
     torch.manual_seed(0)
-    module = MLPs().double()
+    module = MLPs(act).double()
     true = study.Truth(module, torch.randn(1, 10, WIDTH))
     up, gate, down, other = (
         each.weight.detach() for each in (module.up[0], module.gate[0], module.down[0], module.down[1])
