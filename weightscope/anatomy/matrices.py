@@ -75,7 +75,7 @@ def fans(matrix: Tensor) -> tuple[int, int]:
     return matrix.shape[1] * receptive, matrix.shape[0] * receptive
 
 
-def default_deviation(matrix: Tensor) -> float:
+def default_std(matrix: Tensor) -> float:
     """1 / sqrt(3 fan_in): the standard deviation of torch's default entries, U(-1, 1) / sqrt(fan_in)."""
     if not fans(matrix)[0]:
         raise AnatomyError(f"expected a weight with inputs, found the shape {tuple(matrix.shape)}")

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from weightscope._util.checks import choice
 from weightscope.anatomy import NamedTensors, chosen_layers, filter_mlps, mlps, ssms
-from weightscope.anatomy.matrices import default_deviation
+from weightscope.anatomy.matrices import default_std
 from weightscope.auditing.report import EXPECTATIONS, error_in
 from weightscope.auditing.runs import Copy, Statistic
 from weightscope.errors import UsageError
@@ -31,7 +31,7 @@ def _noise(network: Copy, seed: int, *, mode: str, layers: Any, **_: Any) -> Non
         rest = rest - rest.mean(0) - rest.mean(1, keepdim=True) + rest.mean()
         std = math.sqrt(float(rest.square().sum()) / max(1, (fc1.shape[0] - 1) * (fc1.shape[1] - 1)))
         if mode == "anticorrelated" and std <= 1e-6 * float(fc1.std()):  # a multiple of fc2^T, which no start gives
-            std = default_deviation(fc1)
+            std = default_std(fc1)
         part.write("fc1", torch.randn(fc1.shape, generator=g) * std)
 
 
@@ -69,7 +69,7 @@ def mimetic_mlp_statistics(source: NamedTensors, *, mode: str, layers: Any) -> I
             found["slope"] = slope
             found["own share"] = float(rest.square().sum() / (fc1 - fc1.mean()).square().sum())
         else:
-            x = fc1 / default_deviation(fc1)
+            x = fc1 / default_std(fc1)
             found["mean"] = float(x.mean())
             found["input means"] = float(x.mean(0).var(correction=0))
             found["unit means"] = float(x.mean(1).var(correction=0))

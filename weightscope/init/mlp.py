@@ -7,7 +7,7 @@ from torch import Tensor
 
 from weightscope._util.checks import choice, number
 from weightscope.anatomy import MLPPart, NamedTensors, chosen_layers, filter_mlps, mlps
-from weightscope.anatomy.matrices import default_deviation
+from weightscope.anatomy.matrices import default_std
 from weightscope.errors import AnatomyError, UsageError
 from weightscope.init.base import INITIALISERS, Generator, M, normal
 
@@ -61,10 +61,10 @@ def mimetic_mlp_(
         if mode == "anticorrelated":
             part.write("fc1", (w1 - part.read("fc2").mT) / 2)
         elif mode == "rows":
-            vector = normal(w1.shape[1], generator=generator) * (sigma * default_deviation(w1))
+            vector = normal(w1.shape[1], generator=generator) * (sigma * default_std(w1))
             part.write("fc1", w1 + vector.to(w1))
         else:
-            part.write("fc1", w1 + b * default_deviation(w1))
+            part.write("fc1", w1 + b * default_std(w1))
     return module
 
 

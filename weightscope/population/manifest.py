@@ -191,7 +191,7 @@ def create_or_match(path: Path, wanted: Manifest, *, resize: bool) -> tuple[Mani
     it stay and are used again if the population grows. Returns the manifest with the number of networks to train, and
     whether this call created the population.
     """
-    # Looked at before the manifest is searched for: another process may create the population at any moment.
+    # Looked at before the manifest is searched for: another process may create the population at any time.
     error = None if is_there(path / NAME) else _other_folder(path)
     if not is_there(path / NAME):
         if error is not None:

@@ -252,7 +252,7 @@ def _sweep(path: Path) -> None:
 
 
 def _leave_nothing(created: Sequence[tuple[Path, bool]]) -> None:
-    """Remove populations that were created a moment ago and have no networks; their folders unless they existed."""
+    """Remove populations that were just created and have no networks; their folders unless they existed."""
     for path, existed in created:
         folder = path / manifests.SHARDS
         if not any(folder.glob("*.h5")):
