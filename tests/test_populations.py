@@ -171,7 +171,8 @@ def test_a_step_needs_no_number_on_the_host(name, precision, tmp_path, monkeypat
         run.nets.train()
         run.numbers = {key: value.to(there) for key, value in (run.batches.draw() | run._scalars(0)).items()}
         run._step()
-        run.batches.evaluate()
+        metrics = run.batches.evaluate()
+        assert {value.device for value in (*metrics.values(), run.sums, run.nets.weights)} == {there}
         return
     with torch.device(there):
         nets = networks_for(recipe, build_for(recipe), range(2), there, "torch")
@@ -183,6 +184,7 @@ def test_a_step_needs_no_number_on_the_host(name, precision, tmp_path, monkeypat
     logits = nets.train()(recipe.data.inputs(torch.Generator(), 2, 4).to(there))
     nets.backward(logits.sum())
     optimiser.step(torch.ones(3, device=there), 1.0)
+    assert {value.device for value in (logits, nets.gradient, nets.weights)} == {there}
 
 
 def test_recipes_are_loaded_by_their_names(tmp_path, monkeypatch):

@@ -15,11 +15,11 @@ from scipy.special import softmax
 from torch import Tensor, nn
 
 from weightscope._util.checks import choice, count, odd
+from weightscope._util.progress import DELAY, Bar
 from weightscope._util.results import Result, row_table
 from weightscope._util.threads import one_thread
 from weightscope.anatomy import AttentionPart, attention, patch_embeddings, positions
 from weightscope.anatomy.embedding import Offset, TokenGrid
-from weightscope.data.images import Bar
 from weightscope.errors import AnatomyError, DataError, UsageError
 from weightscope.networks.sequences import CausalAttention, rotated
 
@@ -428,7 +428,7 @@ def _recorded(
             handles.append(modules[part.name].register_forward_hook(partial(hook, part), with_kwargs=True))
         model.eval()
         with torch.no_grad():
-            for batch in Bar(batches, desc="attention maps", delay=2.0, disable=None):
+            for batch in Bar(batches, desc="attention maps", delay=DELAY, disable=None):
                 calls.clear()
                 size = len(batch)
                 _run(model, batch, forward)

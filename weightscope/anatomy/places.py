@@ -115,16 +115,20 @@ def _measured_offset(norm: nn.Module, key: str, path: str) -> int:
     copied = copy.deepcopy(norm).eval()
     zeros = {name: torch.zeros_like(value) for name, value in copied.named_parameters()}
     x = torch.randn(1, len(zeros[key]), generator=torch.Generator().manual_seed(0)).to(zeros[key])
+    failed: Exception | None = None
     for given in (x, x[..., None, None]):  # of tokens, of images
         try:
             with torch.no_grad():
                 zero, one = (functional_call(copied, zeros | {key: zeros[key] + c}, given).flatten() for c in (0, 1))
-        except Exception:  # noqa: BLE001 - a layer that takes something else
+        except Exception as error:  # noqa: BLE001 - a layer that takes something else
+            failed = error
             continue
         ratio = (zero.double() / (one - zero).double()).median()
         if found := [c for c in (0, 1) if abs(ratio - c) < 0.05]:
             return found[0]
-    raise DataError(f"`{path}`: expected a norm that multiplies by its weight or by 1 + weight, found another layer")
+    raise DataError(
+        f"`{path}`: expected a norm that multiplies by its weight or by 1 + weight, found another layer"
+    ) from failed
 
 
 def places(names: Iterable[str]) -> dict[str, Place]:

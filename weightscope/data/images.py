@@ -1,7 +1,6 @@
 """Image files to pixels of one size, decoded in parallel."""
 
 import multiprocessing
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -10,15 +9,14 @@ from typing import Any
 
 import numpy as np
 from PIL import Image, ImageOps
-from tqdm import tqdm
 
 from weightscope._util.environment import usable_cores
 from weightscope._util.names import shortened
+from weightscope._util.progress import DELAY, Bar
 from weightscope.errors import DataError
 
 SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".gif", ".bmp", ".webp", ".tif", ".tiff", ".ppm", ".pgm"})
 _AT_MOST_16_BITS = ("PNG", "PPM")  # Pillow opens 16-bit PGM, and old ones PNG as well, in mode I, of 32 bits
-_DELAY = 2.0  # seconds until progress is shown, if standard error is a terminal
 
 
 def read_images(paths: Sequence[Path], size: int, channels: int, what: str) -> np.ndarray:
@@ -69,16 +67,10 @@ def in_parallel(function: Callable[[int], Any], count: int, doing: str) -> None:
     """Call `function(i)` for i < count on as many threads as there are cores; on one in a worker process."""
     main = multiprocessing.parent_process() is None
     threads = usable_cores() if main else 1
-    bar = Bar(total=count, desc=doing, unit=" images", delay=_DELAY, disable=None if main else True)
+    bar = Bar(total=count, desc=doing, unit=" images", delay=DELAY, disable=None if main else True)
     with bar, ThreadPoolExecutor(threads) as pool:
         for _ in pool.map(function, range(count)):
             bar.update()
-
-
-class Bar(tqdm):
-    """A progress bar whose lock is not tqdm's, a semaphore shared between processes that would leak if killed."""
-
-    _lock = threading.RLock()
 
 
 def pixels(image: Image.Image, size: int, channels: int) -> np.ndarray:

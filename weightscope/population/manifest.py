@@ -256,7 +256,7 @@ def match(path: Path, there: Manifest, wanted: Manifest) -> None:
 
 
 def _other_folder(path: Path) -> WeightscopeError | None:
-    """The error if something other than a population is at a path where one is to be created; else None."""
+    """Why no population can be created at a path, which holds something else, as an error; None if one can."""
     if path.exists() and not path.is_dir():
         return UsageError(f"{path} is a file; give the folder of a population")
     folder = path / SHARDS

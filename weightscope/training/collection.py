@@ -23,9 +23,9 @@ import numpy as np
 
 from weightscope import training
 from weightscope._util import atomic
+from weightscope._util.progress import Bar
 from weightscope._util.trust import trusting
 from weightscope._util.workers import TilesFailed, WorkerDied, Workers, chosen_workers, spread
-from weightscope.data.images import Bar
 from weightscope.errors import DataError, Resumable, UsageError, WeightscopeError
 from weightscope.population import Population, shards
 from weightscope.population import manifest as manifests
