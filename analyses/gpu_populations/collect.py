@@ -3,8 +3,8 @@
     python analyses/gpu_populations/collect.py --minutes 9 --data-root FOLDER_OF_CIFAR10 --out gpu-populations
 
 A call goes on where the last one stopped, and ends before the time is over. What it leaves is all that the next one
-needs, by calculation 42 MB for the three populations, so that it can be carried from machine to machine; the networks themselves,
-0.5 GB of each population, are not kept. `--report` prints the correlated pairs and draws their figures.
+needs, so that it can be carried from machine to machine: 42 MB for the three populations, by calculation. The networks
+themselves, 0.5 GB of each population, are not kept. `--report` prints the correlated pairs and draws their figures.
 
 - `NAME.sums.npz`: how many networks, their test accuracies, the sums of the whole network's covariance
   (`ExchangeableMoments`), and mean and covariance of the entries of the second block's MLP (Fig. 3.35).
