@@ -1,5 +1,6 @@
 """Covariance maps, grids of matrices and filters, checked by what is drawn and not by pixels."""
 
+import struct
 from collections import namedtuple
 from typing import Any
 
@@ -47,6 +48,20 @@ def test_blocks_are_ruled_off_at_their_borders_and_named() -> None:
     assert "block 0 mlp.fc1 is stages.0.blocks.0.mlp.fc1.weight" in label_of(ax)
     assert list(ax.get_yticks()) == [10, 35, 55, 80]
     assert ax.get_ylim() == (100, 0), "the first row is on top"
+
+
+def test_as_many_cells_as_coordinates_have_a_pixel_each() -> None:
+    """Stripes of period 32 in 1,200 coordinates, averaged over 2 x 2 and as they are."""
+    stripes = np.equal.outer(np.arange(1200) % 32, np.arange(1200) % 32) + np.eye(1200)
+    blocks = {"fc1": slice(0, 1200)}
+    axes = [plots.covariance_map(stripes, blocks, cells=cells) for cells in (600, 1200)]
+    for ax, cells in zip(axes, (600, 1200), strict=True):
+        assert ax.images[0].get_array().shape == (cells, cells)
+    coarse, fine = (ax.get_window_extent().width for ax in axes)
+    assert 600 < coarse < 1000, "other pictures have the usual size"
+    assert fine == pytest.approx(1200, abs=0.01)
+    width = struct.unpack(">I", plots.render(axes[1])[16:20])[0]
+    assert width > 1200, "the file has the figure's pixels"
 
 
 def test_borders_leave_room_for_the_values_between_them() -> None:

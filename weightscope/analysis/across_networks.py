@@ -117,23 +117,32 @@ class PopulationCovariance(Result):
         blocks = {name: [part.start, part.stop] for name, part in self.blocks.items()}
         return out | {"blocks": blocks, "stripes": stripes, "transposed": transposed}
 
-    def plot(self, path: str | Path | None = None, *, means: bool | None = None, kind: Kind | None = None) -> "Figure":
+    def plot(
+        self,
+        path: str | Path | None = None,
+        *,
+        means: bool | None = None,
+        kind: Kind | None = None,
+        cells: int | None = None,
+    ) -> "Figure":
         """Draw the matrix, its blocks ruled off (MLP paper, Fig. 1), or that of group means.
 
         Means over hidden units show stripes that the noise of single entries hides; by default they are drawn where
         stripe ratios were computed, or single entries do not fit into the picture. Several tensors are drawn as
-        correlations unless `kind` says otherwise, since their variances differ. The file (.png, .pdf, .svg) is written
-        if there is a path.
+        correlations unless `kind` says otherwise, since their variances differ. More than `cells` (600) a side are
+        averaged. The file (.png, .pdf, .svg) is written if there is a path.
         """
         from weightscope import plots
 
+        cells = cells or plots.covariance.CELLS
+
         if means is None:
-            means = bool(self.stripes) or self.spec.size > plots.covariance.CELLS
+            means = bool(self.stripes) or self.spec.size > cells
         kind = kind or ("correlation" if len(self.spec) > 1 else self.kind)
         title = f"{kind.capitalize()}{' of group means' if means else ''} over {self.networks()}"
-        groups = self.groups(plots.covariance.CELLS) if means else None
+        groups = self.groups(cells) if means else None
         return plots.finished(
-            plots.covariance_map(self.matrix, self.blocks, kind=kind, title=title, groups=groups), path
+            plots.covariance_map(self.matrix, self.blocks, kind=kind, title=title, groups=groups, cells=cells), path
         )
 
     def groups(self, most: int) -> dict[str, np.ndarray]:

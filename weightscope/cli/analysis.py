@@ -165,7 +165,7 @@ _TABLE: Mapping[str, Sequence[str]] = {
     "with --exchangeable": ("select", "permutations"),
     "with --exchangeable --at all": ("select",),
     "with --eigenpairs": ("eigenpairs", "select", "computed", "fold_norms", "matrix"),
-    "across a population": ("select", "computed", "kind", "fold_norms", "means", "matrix"),
+    "across a population": ("select", "computed", "kind", "fold_norms", "means", "cells", "matrix"),
     "within networks": (*_WITHIN, "matrix"),
 }
 
@@ -199,6 +199,11 @@ _TABLE: Mapping[str, Sequence[str]] = {
     "--means/--entries",
     default=None,
     help="For a population: draw group means, over hidden units, or single entries.  [default: means of matrices]",
+)
+@click.option(
+    "--cells",
+    type=click.IntRange(1),
+    help="For a population: most cells along a side, over which more entries are averaged.  [default: 600]",
 )
 @click.option(
     "--eigenpairs",
@@ -276,7 +281,7 @@ def covariance(
         chosen = "within networks"
     refuse_others(given, _TABLE[chosen], chosen)
     matrix, kind = given.pop("matrix", None), {k: given[k] for k in ("kind",) if k in given}
-    drawing = kind | {k: given.pop(k) for k in ("means", "picture") if k in given}
+    drawing = kind | {k: given.pop(k) for k in ("means", "cells", "picture") if k in given}
     found = _covariance(chosen, opened, workers, given)
     _show(found, out if hasattr(found, "plot") else None, **drawing)
     _keep(found, json_file)

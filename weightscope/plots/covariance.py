@@ -34,8 +34,9 @@ def covariance_map(
     `kind` is what is drawn: correlations of a covariance matrix, too. Variances are much larger than covariances, so
     the colour scale ends at a quantile of the off-diagonal absolute values (99 %, of means 99.9 %), rounded up to two
     digits and printed at the colour bar; zero is white. A matrix with more than `cells` coordinates is averaged over
-    cells that do not cross block borders (see `pool`); cells on the diagonal then show the mean variance. All cells are
-    drawn in one size. Coordinates without variance have no correlations and are grey.
+    cells that do not cross block borders (see `pool`); cells on the diagonal then show the mean variance. Where they
+    do not divide the rows of a tensor, its stripes become hatching: give as many `cells` as coordinates to see them.
+    All cells are drawn in one size, of at least a pixel. Coordinates without variance have no correlations and are grey.
 
     With `groups`, the picture is the covariance or correlation matrix of the groups' means, such as the means of a
     matrix's columns; for correlations, entries are first divided by their standard deviations. Averaging hundreds of
@@ -95,7 +96,10 @@ def covariance_map(
     if (many := int(constant.sum())) > 0:
         text += f"; {many:,} constant {'one is' if many == 1 else 'ones are'} grey"
     ax.set_xlabel(wrap(f"{text}; {remark}" if remark else text, side), fontsize=SMALL, color=theme.MUTED)
-    return canvas.finish(title)
+    canvas.finish(title)
+    if canvas.owned:
+        theme.resolve(ax, size)
+    return ax
 
 
 def _grouped(

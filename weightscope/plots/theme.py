@@ -256,6 +256,14 @@ def head(figure: Figure, title: str | None) -> None:
         figure.suptitle(text, x=0.012, ha="left", linespacing=1.25)
 
 
+def resolve(ax: Axes, cells: int) -> None:
+    """Give a figure whose axes have more cells than pixels along a side one pixel for each cell."""
+    figure = ax.figure.figure
+    figure.draw_without_rendering()  # lays it out
+    if (pixels := ax.get_window_extent().width) < cells:
+        figure.set_dpi(figure.dpi * cells / pixels)
+
+
 def pin(ax: Axes) -> None:
     """Write the tick settings into the axes, because ticks are created lazily, possibly outside the style."""
     for which, width, length in (("major", 0.8, 3.5), ("minor", 0.6, 2.0)):
@@ -373,24 +381,25 @@ def finished(drawn: Drawn, path: str | Path | None) -> Figure:
 
 @themed()
 def render(drawn: Drawn, kind: str = "png") -> bytes:
-    """What is drawn of the whole figure as the bytes of a `png` (150 dots per inch), `pdf` or `svg` file."""
+    """The whole figure as the bytes of a `png` (150 dots per inch, or those of a finer figure), `pdf` or `svg` file."""
     figure, buffer = root_figure(drawn), io.BytesIO()
+    dpi = max(DPI, figure.dpi)
     figure.draw_without_rendering()  # lays it out
     box = figure.get_tightbbox().padded(_PAD)
-    whole = Bbox([np.floor(box.min * DPI) / DPI, np.ceil(box.max * DPI) / DPI])  # pixels stay where they are
+    whole = Bbox([np.floor(box.min * dpi) / dpi, np.ceil(box.max * dpi) / dpi])  # pixels stay where they are
     engine = figure.get_layout_engine()
     figure.set_layout_engine("none")  # a second layout would move what was measured
-    figure.savefig(buffer, format=kind, dpi=DPI, metadata=_METADATA[kind], bbox_inches=whole)
+    figure.savefig(buffer, format=kind, dpi=dpi, metadata=_METADATA[kind], bbox_inches=whole)
     figure.set_layout_engine(engine)
-    return _with_fewer_colours(buffer) if kind == "png" else buffer.getvalue()
+    return _with_fewer_colours(buffer, dpi) if kind == "png" else buffer.getvalue()
 
 
-def _with_fewer_colours(png: io.BytesIO) -> bytes:
+def _with_fewer_colours(png: io.BytesIO, dpi: float) -> bytes:
     """A picture with the 256 colours that are nearest to its own, in less than half of the bytes."""
     about, out = PngInfo(), io.BytesIO()
     about.add_text("Software", str(_METADATA["png"]["Software"]))
     picture = Image.open(png).convert("RGB").quantize(256, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
-    picture.save(out, "png", pnginfo=about, dpi=(DPI, DPI), optimize=True)
+    picture.save(out, "png", pnginfo=about, dpi=(dpi, dpi), optimize=True)
     return out.getvalue()
 
 
