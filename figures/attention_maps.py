@@ -23,8 +23,7 @@ def main(study: Path = STUDY, out: Path = ROOT / "attention_maps.png") -> None:
     maps = [*(arrays[f"{arm}/maps"] for arm in ARMS), arrays["mimetic/expected"]]
     share = {arm: f"{100 * value:.0f} %" for arm, value in near.items()}
     figure = plots.attention_grid(
-        np.stack(maps),
-        uniform=1 / count,
+        count * np.stack(maps),
         row_labels=[*ARMS, "Eq. 3.19"],
         column_labels=labels,
         note="patch tokens, means over heads and over cells of 2 × 2",
@@ -36,8 +35,7 @@ def main(study: Path = STUDY, out: Path = ROOT / "attention_maps.png") -> None:
     heads = arrays["pretrained/offsets"]
     entropy = np.array([h["entropy"] for h in first["pretrained"]["heads"]]).reshape(layers, -1).mean(axis=1)
     figure = plots.attention_grid(
-        heads.transpose(1, 0, 2, 3),
-        uniform=1 / count,
+        count * heads.transpose(1, 0, 2, 3),
         row_labels=[f"head {h}" for h in range(heads.shape[1])],
         column_labels=labels,
         note=f"means over queries, up to {tokens['rows'] - 1} tokens away",

@@ -16,6 +16,7 @@ from torch import nn
 import weightscope
 from weightscope import attention_maps, plots
 from weightscope.analysis import attention_maps as maps_module
+from weightscope.analysis.attention_maps import mean_maps
 from weightscope.analysis.runnable import images_for, runnable
 from weightscope.anatomy import positions
 from weightscope.data import SequenceSource, load
@@ -351,9 +352,9 @@ def test_the_result_prints_serialises_and_draws(tmp_path):
 
 
 def test_attention_grid_colours_are_units_of_uniform_attention():
-    maps = np.full((2, 3, 8, 8), 1 / 8)
-    maps[0, 1] = np.eye(8)
-    figure = plots.attention_grid(maps, uniform=1 / 8, row_labels=["a", "b"], column_labels=["x", "y", "z"], title="t")
+    maps = np.ones((2, 3, 8, 8))
+    maps[0, 1] = 8 * np.eye(8)
+    figure = plots.attention_grid(maps, row_labels=["a", "b"], column_labels=["x", "y", "z"], title="t")
     drawn = [ax.images[0] for ax in figure.axes if ax.images]
     assert len(drawn) == 6
     np.testing.assert_allclose(drawn[0].get_array(), 1)
@@ -370,7 +371,7 @@ def folder(tmp_path_factory, trained_here):
     path = tmp_path_factory.mktemp("maps")
     network = {"type": "vit", "width": 8, "depth": 2, "heads": 2, "patch_size": 2}
     sizes = {"data": {"name": "digits", "train": 32, "test": 20}, "training": {"epochs": 1, "batch_size": 16}}
-    recipe = Recipe.parse({"network": network, **sizes, "population": {"networks": 2, "tile": 2}})
+    recipe = Recipe.parse({"network": network, **sizes, "population": {"networks": 2, "tile": 2, "snapshots": [0]}})
     collect(recipe, path / "vits.pop", workers=1, device="cpu")
     families.shims.transformers()
     from transformers import ViTConfig, ViTModel
@@ -475,9 +476,51 @@ def test_pictures_are_normalised_as_the_folder_says(folder, tmp_path):
     assert images_for(folder / "hf", str(tmp_path), size=16).shape == (2, 1, 16, 16)
 
 
+def test_mean_maps_of_models_in_one_picture(folder, tmp_path):
+    """Models down, layers across, also where the numbers of tokens differ; a member at its start is not trained."""
+    start, end = (runnable(f"{folder}/vits.pop::1{at}") for at in ("@0", ""))
+    assert not torch.equal(start[0].head.weight, end[0].head.weight)
+    deeper = attention_maps(families.scramble(ViT(32, 4, 48, 3, 3, 5)), images())
+    found = {"start": attention_maps(*start[:2]), "end": attention_maps(*end[:2]), "deeper": deeper}
+    figure = mean_maps(found, tmp_path / "mean.png", corner=5)
+    drawn = [ax.images[0].get_array() for ax in figure.axes if ax.images]
+    assert len(drawn) == 2 * (2 + 2 + 3)
+    for at, name in enumerate(("start", "end")):
+        maps = found[name].layers[0].maps.mean(axis=0) * 16
+        np.testing.assert_allclose(drawn[4 * at], np.maximum(maps, 0.25))
+        np.testing.assert_allclose(drawn[4 * at + 2], np.maximum(maps[:5, :5], 0.25))
+    frames = [patch.get_width() for ax in figure.axes for patch in ax.patches if patch.get_gid() == "corner"]
+    assert frames == [5.0] * 7
+    with pytest.raises(UsageError, match="corner: expected fewer than the 16 tokens"):
+        mean_maps(found, corner=16)
+    words = attention_maps(causal("rotary"), torch.zeros(1, 4, dtype=torch.int64))
+    with pytest.raises(DataError, match="expected models of images or of sequences, found both"):
+        mean_maps(found | {"words": words})
+
+
+def test_layers_selects_what_is_computed():
+    whole, last = attention_maps(small(), images()), attention_maps(small(), images(), layers=-1)
+    np.testing.assert_array_equal(last.layers[0].maps, whole.layers[-1].maps)
+    assert [layer.layer for layer in last.layers] == [len(whole.layers) - 1]
+
+
+def test_the_command_draws_models_in_one_picture(folder, tmp_path, capsys):
+    out, sources = tmp_path / "mean.png", (folder / "vits.pop::0@0", folder / "vits.pop::0", folder / "hf")
+    options = ("--kind", "mean", "--images", "digits", "--count", 4, "--layers", "0,1")
+    code, text, _ = run("attention-maps", *sources, *options, "-o", out, capsys=capsys)
+    assert (code, text.count(f"wrote {out}"), sorted(file.name for file in tmp_path.iterdir())) == (0, 1, ["mean.png"])
+    code, text, _ = run("attention-maps", folder / "hf", *options, "--corner", 3, "-o", out, capsys=capsys)
+    assert (code, f"wrote {out}" in text) == (0, True)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (("vits.pop", "--layers", "1,x"), "--layers: expected numbers separated by commas, such as 0,3, found '1,x'"),
+        (("vits.pop", "--layers", "7"), "layers: expected some of [0, 1], found 7"),
+        (("vits.pop", "--corner", "4"), "--corner: expected --kind mean, found maps"),
+        (("vits.pop::0@3",), "expected a snapshot after epoch 3; there are 0"),
+        (("vits.pop::0@x",), "expected PATH::k or PATH::k@EPOCH"),
         (("vits.pop", "--images", "digits"), "a population its recipe's images"),
         ((".", "--images", "digits"), "a model's folder with config.json"),
         (("hf", "--images", "hf"), "hf: expected pictures"),

@@ -154,7 +154,7 @@ def test_the_command_draws_a_population_on_held_out_sequences_of_its_recipe(tmp_
     assert (code, "of 10 tokens" in text) == (0, True)
     for arguments, message in (
         (("--size", "3"), "--images and --size are for a model's folder"),
-        (("--kind", "offsets"), "--kind: expected maps for a network with state-space layers, found offsets"),
+        (("--kind", "offsets"), "a network with state-space layers: expected --kind maps and no --layers"),
     ):
         code, _, err = run("attention-maps", path, *arguments, *out, capsys=capsys)
         assert (code, message in err) == (2, True)

@@ -44,14 +44,18 @@ def is_population(source: object) -> bool:
         return path.suffix in (".pop", *EXPORTED) or (path / POPULATION_FILE).exists()
 
 
-def population_member(source: object) -> tuple[Path, int] | None:
-    """`(PATH, k)` of the text `"PATH::k"`, network k of the population in folder PATH; None for anything else."""
+def population_member(source: object) -> tuple[Path, int, int | None] | None:
+    """`(PATH, k, E)` of the text `"PATH::k@E"`: network k of the population in folder PATH, after E epochs (or steps).
+
+    E is None for `"PATH::k"`, the end of training; the result is None for anything else.
+    """
     path, colons, index = str(source).rpartition("::") if isinstance(source, str | Path) else ("", "", "")
     if not colons or not is_population(path):
         return None
-    if not re.fullmatch(r"[0-9]{1,9}", index):
-        raise UsageError(f"{source}: expected PATH::k with the index k of a network, counted from 0, found {index!r}")
-    return location(path), int(index)
+    if (found := re.fullmatch(r"([0-9]{1,9})(?:@([0-9]{1,15}))?", index)) is None:
+        wanted = "PATH::k or PATH::k@EPOCH with the index k of a network, counted from 0"
+        raise UsageError(f"{source}: expected {wanted}, found {index!r}")
+    return location(path), int(found[1]), None if found[2] is None else int(found[2])
 
 
 def recipes() -> dict[str, Path]:

@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,7 @@ from weightscope._util.checks import choice, count, odd
 from weightscope._util.progress import DELAY, Bar
 from weightscope._util.results import Result, row_table
 from weightscope._util.threads import one_thread
-from weightscope.anatomy import AttentionPart, attention, patch_embeddings, positions
+from weightscope.anatomy import AttentionPart, attention, chosen_layers, patch_embeddings, positions
 from weightscope.anatomy.embedding import Offset, TokenGrid
 from weightscope.errors import AnatomyError, DataError, UsageError
 from weightscope.networks.sequences import CausalAttention, rotated
@@ -67,6 +67,13 @@ class AttentionMaps(Result):
     def _taps(self) -> str:
         """The formula of `taps`."""
         return "f^2" if self.inputs == "images" else "f"
+
+    @property
+    def neighbourhood(self) -> str:
+        """The tokens that `near` of the rows counts, in words."""
+        if self.inputs == "sequences" and self.tokens.causal:
+            return f"last {self.filter_size} tokens"
+        return f"{self.filter_size}{f' × {self.filter_size}' * (self.inputs == 'images')} tokens around a query"
 
     @property
     def columns(self) -> Mapping[str, str]:  # type: ignore[override]
@@ -200,9 +207,7 @@ class AttentionMaps(Result):
             return f"Attention that positions alone predict (thesis Eq. 3.19){known}"
         near, mask = np.mean([row["near"] for row in rows]), _near(self.tokens, f)
         reached = np.arange(1, len(mask) + 1) if self.tokens.causal else self.tokens.total
-        flat, around = (mask.sum(1) / reached).mean(), f"{f} × {f} tokens around a query"
-        if self.inputs == "sequences":
-            around = f"last {f} tokens" if self.tokens.causal else f"{f} tokens around a query"
+        flat, around = (mask.sum(1) / reached).mean(), self.neighbourhood
         where = ", the query in the middle" if kind == "offsets" else ": queries down, keys across"
         return (
             f"Mean attention over {self.images} {self.inputs}{where}; {100 * near:.0f} % of the weight lies on the "
@@ -236,13 +241,54 @@ class AttentionMaps(Result):
         maps = [layer.maps for layer in self.layers]
         panels = self.offsets() if kind == "offsets" else _stack(expected if kind == "expected" else maps)
         figure = plots.attention_grid(
-            panels.transpose(1, 0, 2, 3),
+            self.tokens.total * panels.transpose(1, 0, 2, 3),
             column_labels=[f"layer {layer.layer}" for layer in self.layers],
             row_labels=[f"head {h}" for h in range(panels.shape[1])],
-            uniform=1 / self.tokens.total,
             title=title,
         )
         return plots.finished(figure, path)
+
+
+def mean_maps(
+    models: Mapping[str, AttentionMaps],
+    path: str | Path | None = None,
+    *,
+    corner: int | None = None,
+    title: str | None = None,
+) -> "Figure":
+    """Draw the means over heads of one or several models, models down and layers across (thesis Fig. 3.18).
+
+    Below each model the upper left `corner` x `corner` entries of its maps are drawn again (impulse paper, Fig. 3 to
+    5). The file (.png, .pdf, .svg) is written if there is a path. DataError if some models have images and others
+    sequences; UsageError if a model has no more than `corner` tokens.
+
+    Example:
+        >>> mean_maps({"default": attention_maps(vit, images), "mimetic": attention_maps(other, images)}, "maps.png")
+    """
+    from weightscope import plots
+
+    kinds = {found.inputs for found in models.values()}
+    if len(kinds) != 1:
+        raise DataError(f"expected models of images or of sequences, found both: {', '.join(models)}")
+    fewest = min(found.tokens.total for found in models.values())
+    if corner is not None and count("corner", corner) >= fewest:
+        raise UsageError(f"corner: expected fewer than the {fewest} tokens of a map, found {corner}")
+    layers = sorted({layer.layer for found in models.values() for layer in found.layers})
+    lines, shares = [], []
+    for name, found in models.items():
+        means = {layer.layer: found.tokens.total * layer.maps.mean(axis=0) for layer in found.layers}
+        lines.append([means.get(layer) for layer in layers])
+        shares.append(f"{100 * np.mean([row['near'] for row in found.rows()]):.0f} % {name}")
+    first = next(iter(models.values()))
+    figure = plots.attention_grid(
+        lines,
+        row_labels=list(models),
+        column_labels=[f"layer {layer}" for layer in layers],
+        corner=corner,
+        note="means over heads, queries down, keys across",
+        title=title or f"Share of attention on the {first.neighbourhood}: {', '.join(shares)}",
+    )
+    return plots.finished(figure, path)
 
 
 def _stack(maps: Sequence[np.ndarray]) -> np.ndarray:
@@ -480,6 +526,7 @@ def attention_maps(
     filter_size: int = 3,
     batch_size: int = 8,
     forward: Callable[[nn.Module, Tensor], Any] | None = None,
+    layers: int | Iterable[int] | None = None,
     config: Mapping[str, Any] | None = None,
 ) -> AttentionMaps:
     """Mean attention maps of a Transformer on a batch of images or of sequences, per layer and head (thesis Fig. 3.18).
@@ -503,6 +550,7 @@ def attention_maps(
         filter_size: f, odd, of the neighbourhood of a token and of the condition D >= k f^2.
         batch_size: images or sequences at a time; affects memory only.
         forward: how to call the model, `(model, inputs) -> anything`; `model(inputs)` if None.
+        layers: those that are computed, counted from 0; all if None.
         config: for models whose attributes do not contain the number of heads.
 
     AnatomyError if no map can be computed, with the reason; DataError if inputs do not fit the model, or an output is
@@ -522,6 +570,7 @@ def attention_maps(
     batch = _checked(inputs)
     sequences = batch.ndim == 2
     parts, skipped = _usable(model, config)
+    parts = chosen_layers(parts, layers)
     patch = None if sequences else _patch(model, batch)
     found = _recorded(model, parts, batch.split(batch_size), patch, forward or (lambda model, x: model(x)))
     if not found:
@@ -531,7 +580,7 @@ def attention_maps(
         counts = sorted({layout.total for layout in layouts})
         raise DataError(f"expected the same number of tokens in all layers, found {counts}: the model merges tokens")
     tokens = layouts.pop()
-    layers = []
+    computed = []
     for recorder in found:
         part, images = recorder.part, recorder.images
         codes, origin = _codes(model, tokens, part.width)
@@ -541,9 +590,11 @@ def attention_maps(
         expected = None if codes is None else expected_map(codes, beta, part.scale)
         targets = None if codes is None else recorder.targets(codes, filter_size)
         ranks = torch.cat(recorder.ranks).numpy()
-        layers.append(LayerMaps(part.layer, part.name, maps, entropy, peak, beta, expected, ranks, part.width, targets))
+        computed.append(
+            LayerMaps(part.layer, part.name, maps, entropy, peak, beta, expected, ranks, part.width, targets)
+        )
     kind: Literal["images", "sequences"] = "sequences" if sequences else "images"
-    return AttentionMaps(tuple(layers), tokens, len(batch), filter_size, origin, skipped, kind)
+    return AttentionMaps(tuple(computed), tokens, len(batch), filter_size, origin, skipped, kind)
 
 
 def _checked(inputs: Any) -> Tensor:

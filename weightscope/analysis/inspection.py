@@ -13,11 +13,11 @@ import tomli_w
 
 from weightscope._util.names import joined, numbered
 from weightscope._util.results import Result, row_table, text_table
-from weightscope._util.sources import ARTIFACT_KEY, is_population, location, population_member
+from weightscope._util.sources import ARTIFACT_KEY, is_population, location
 from weightscope._util.threads import one_thread
 from weightscope.data.metrics import metric_named
 from weightscope.errors import AnatomyError, DataError
-from weightscope.population import Population, shards
+from weightscope.population import Population, member_of, shards
 from weightscope.spec import TensorSpec, WeightSpec
 from weightscope.statistics.permutation_rules import permutations_by_name
 from weightscope.statistics.permutations import is_signed
@@ -54,8 +54,8 @@ def inspect(
     from weightscope.anatomy import inventory, named_tensors, unreadable  # torch, which a population does not need
     from weightscope.checkpoint import Checkpoint
 
-    member = population_member(source)
-    opened = source if member is None else Population(member[0], partial=True).opened(member[1])
+    found = member_of(source)
+    opened = source if found is None else found[0].opened(found[1])
     checkpoint = opened if isinstance(opened, Checkpoint) else Checkpoint(opened)
     model = opened if isinstance(opened, nn.Module) else checkpoint
     if ARTIFACT_KEY in checkpoint.metadata:
@@ -66,7 +66,7 @@ def inspect(
     rows = [(n, checkpoint.shape(n), str(checkpoint.dtype(n)).removeprefix("torch.")) for n in names]
     groups = _groups(WeightSpec(TensorSpec(n, tuple(shape)) for n, shape, kind in rows if "float" in kind))
     facts = dict(checkpoint.skipped), dict(checkpoint.config)
-    label, tensors = str(source if member else checkpoint.source), named_tensors(model, config)
+    label, tensors = str(source if found else checkpoint.source), named_tensors(model, config)
     return CheckpointContents(label, tuple(rows), *facts, inventory(tensors), unreadable(tensors), groups)
 
 

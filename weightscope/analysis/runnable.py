@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from weightscope._util.environment import available_memory
 from weightscope._util.names import listing
-from weightscope._util.sources import is_population, population_member
+from weightscope._util.sources import is_population
 from weightscope._util.torch_random import seeded
 from weightscope.analysis.state_space_maps import check_size, rebuilt
 from weightscope.anatomy import parts_of, unreadable
@@ -24,7 +24,7 @@ from weightscope.data.images import SUFFIXES, read_images
 from weightscope.data.sequence_config import TASK_SIZES, sequence_length
 from weightscope.data.sequences import TASKS
 from weightscope.errors import DataError, UsageError
-from weightscope.population import population_in
+from weightscope.population import member_of, population_in
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet, for folders without a preprocessor config
 _SIDE = 224  # pixels, at most, unless more are asked for
@@ -41,17 +41,18 @@ def runnable(
 ) -> tuple[nn.Module, Tensor, list[str]]:
     """A network, images or tokens (see `images_for`, `tokens_for`) for it, and notes on what was made up.
 
-    `source` is a population, of which network 0 is taken, `"PATH.pop::k"`, a model's folder of transformers or, with
-    tokens, a checkpoint of Mamba or Mamba-2, its path or opened. Without tokens, a population's networks for sequences
-    take the first held-out ones of its recipe, at the training length. `data` is searched first for data sets.
+    `source` is a population, of which network 0 is taken, `"PATH.pop::k"` or `"PATH.pop::k@EPOCH"`, a model's folder of
+    transformers or, with tokens, a checkpoint of Mamba or Mamba-2, its path or opened. Without tokens, a population's
+    networks for sequences take the first held-out ones of its recipe, at the training length. `data` is searched first
+    for data sets.
     """
     if isinstance(source, Checkpoint):
         if tokens is None:
             raise UsageError("--key, --adapter: expected Mamba with --tokens; save other models by themselves")
         model = rebuilt(source)
         return model, tokens_for(tokens, model, count), []
-    source, network = population_member(source) or (source, 0)
-    population = population_in(source) if is_population(source) else None
+    found = (population_in(source), 0) if is_population(source) else member_of(source)
+    population, network = found or (None, 0)
     section: Any = None if population is None else population.recipe.data
     sequences = tokens is not None or (section is not None and section.what == "sequences")
     if (sequences or population is not None) and (images is not None or size is not None):
@@ -64,7 +65,7 @@ def runnable(
         model = population.network(network)
         if tokens is None:
             batch = section.load(data).held_out[1][0].tokens[:count] if sequences else None
-            return model, images_for(source, count=count, root=data) if batch is None else batch, notes
+            return model, images_for(population.path, count=count, root=data) if batch is None else batch, notes
     elif sequences:
         ours = not (Path(source) / "config.json").is_file() or parts_of("state-space layers", source)
         model, notes = (rebuilt(source), []) if ours else _transformer(Path(source))

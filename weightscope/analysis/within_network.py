@@ -218,7 +218,7 @@ class NetworkCovariances(Result):
         kind = picture or ("maps" if len(self.labels) == 1 else "depth")
         choice("picture", kind, get_args(Picture))
         if kind == "samples":
-            figure = _samples_page(self.layers, self.part, title or f"Filters of {', '.join(self.labels)}")
+            figure = _samples_page(self.layers, self.part, title or self.finding())
         else:
             figure = (_maps_page if kind == "maps" else _depth_page)(self.layers, title or self.finding())
         return plots.finished(figure, path)
@@ -454,7 +454,7 @@ def _module(shape: tuple[int, ...], *, filters: bool) -> nn.Module:
 # --- computing -------------------------------------------------------------------------------------------------------
 
 SAMPLES = 64  # filters of a layer that are kept for pictures, as in thesis Fig. 2.6
-_PATCHES = 1024  # a patch embedding is drawn whole (thesis Fig. 2.4) up to this number of filters
+_PATCHES = 2048  # a patch embedding is drawn whole (thesis Fig. 2.4) up to this number of filters
 
 
 @one_thread()

@@ -419,15 +419,28 @@ def _refuse(failed: Mapping[str, str], sources: Sequence[str]) -> None:
         raise DataError(f"{len(failed)} of {len(sources)} models failed: {', '.join(failed)}{others}")
 
 
+def _numbers(context: click.Context, parameter: click.Parameter, text: str | None) -> list[int] | None:
+    """Whole numbers separated by commas."""
+    try:
+        return None if text is None else [int(word) for word in text.split(",")]
+    except ValueError:
+        raise UsageError(
+            f"{parameter.opts[0]}: expected numbers separated by commas, such as 0,3, found {text!r}"
+        ) from None
+
+
 @command("attention-maps")
 @click.argument("sources", nargs=-1, required=True, metavar="SOURCE...", type=Named())
 @figure_option("attention.png")
 @choice_option(
     "--kind",
-    "maps expected offsets ranks",
-    "Mean maps, those that positions predict, means by relative place, or stable ranks of the inputs.",
+    "maps mean expected offsets ranks",
+    "Maps of each head, means over heads of all models in one picture, those that positions predict, means by relative "
+    "place, or stable ranks of the inputs.",
     "maps",
 )
+@click.option("--layers", callback=_numbers, help="Layers, counted from 0, separated by commas.  [default: all]")
+@click.option("--corner", type=click.IntRange(1), help="With --kind mean: also draw the maps of the first tokens.")
 @click.option(
     "--images",
     type=Named("datasets"),
@@ -452,18 +465,27 @@ def _refuse(failed: Mapping[str, str], sources: Sequence[str]) -> None:
 @csv_option
 @json_option
 def attention_maps(
-    sources: tuple[str, ...], out: Path, kind: str, json_file: Path | None, workers: Any, **options: Any
+    sources: tuple[str, ...],
+    out: Path,
+    kind: str,
+    layers: list[int] | None,
+    corner: int | None,
+    json_file: Path | None,
+    workers: Any,
+    **options: Any,
 ) -> None:
     """Draw the mean attention maps of a Transformer's heads, and say where D >= k f^2 fails.
 
     "target" is the weight on the offset to which a head attends on position codes alone; "peak" is the largest weight
     of a query. k is the stable rank of a layer's input, which is at most the rank: only D < k f^2 shows something.
 
-    Several models are listed, compared in a table, and drawn in files of their own, attention-NAME.png.
+    Several models are listed, compared in a table, and drawn in files of their own, attention-NAME.png, or with --kind
+    mean in one picture, models down and layers across.
 
-    SOURCE is a population, of which one network (PATH.pop::k, by default 0) is run on the test images of its recipe, or
-    a folder of transformers (config.json, model.safetensors), run on pictures that are scaled to the model's size and
-    normalised as its preprocessor_config.json says, or on noise if there are none.
+    SOURCE is a population, of which one network (PATH.pop::k, by default 0; PATH.pop::k@EPOCH at a snapshot, 0 the
+    start) is run on the test images of its recipe, or a folder of transformers (config.json, model.safetensors), run on
+    pictures that are scaled to the model's size and normalised as its preprocessor_config.json says, or on noise if
+    there are none.
 
     With --tokens, SOURCE is a causal Transformer (a folder of transformers) or a Mamba or Mamba-2 (weights of
     transformers or mamba_ssm). Of the latter, what each token adds to each later one is drawn in the same way, with the
@@ -477,15 +499,24 @@ def attention_maps(
       weightscope attention-maps vit/ --images pictures/ --kind offsets --count 32 --json heads.json
       weightscope attention-maps mamba/ --tokens copy:20 -o maps.png
       weightscope attention-maps vits.pop::0 vits.pop::1 vits.pop::2 --workers auto
+      weightscope attention-maps vits.pop::0@0 vits.pop::0 vit/ --images cifar10 --kind mean --layers 0,3,10
     """
     from weightscope._util.in_order import in_order
     from weightscope._util.names import label_of, labels_of
-    from weightscope.analysis.attention_maps import compared
+    from weightscope.analysis.attention_maps import compared, mean_maps
 
-    one, drawing = partial(_maps_of, kind, options), {} if kind == "maps" else {"kind": kind}
+    if corner is not None and kind != "mean":
+        raise UsageError(f"--corner: expected --kind mean, found {kind}")
+    folders = not all(is_population(source) or population_member(source) for source in sources)
+    of_members = options | {"images": None, "size": None} if folders else options
+    one = partial(_maps_of, kind, layers, options, of_members)
+    drawing = {} if kind == "maps" else {"kind": kind}
     if len(sources) == 1:
         found, notes = one(sources[0])
-        _show(found, out, notes, **drawing)
+        _show(found, None if kind == "mean" else out, notes, **drawing)
+        if kind == "mean":
+            mean_maps({label_of(sources[0]): found}, out, corner=corner)
+            click.echo(f"wrote {out}")
         _keep(found, json_file)
         return
     failed, models, names = {}, {}, labels_of([label_of(source) for source in sources], None)
@@ -496,12 +527,15 @@ def attention_maps(
             continue
         found, notes = each
         click.echo(f"{name}:")
-        _show(found, out.with_stem(f"{out.stem}-{file}"), notes, **drawing)
+        _show(found, None if kind == "mean" else out.with_stem(f"{out.stem}-{file}"), notes, **drawing)
         click.echo()
         models[name] = found
     if not models:
         raise DataError("; ".join(f"{name}: {why}" for name, why in failed.items()))
     click.echo(compared(models))
+    if kind == "mean":
+        mean_maps(models, out, corner=corner)
+        click.echo(f"wrote {out}")
     for name, why in failed.items():
         click.echo(f"warning: {name}: left out: {why}")
     write_csv(models)
@@ -509,20 +543,23 @@ def attention_maps(
     _refuse(failed, sources)
 
 
-def _maps_of(kind: str, options: Mapping[str, Any], source: str) -> tuple[Any, list[str]]:
-    """The attention maps of one model, and notes on what was made up."""
+def _maps_of(
+    kind: str, layers: list[int] | None, options: Mapping[str, Any], of_members: Mapping[str, Any], source: str
+) -> tuple[Any, list[str]]:
+    """The attention maps of one model, and notes on what was made up; `of_members` are a population's options."""
     from weightscope.analysis.attention_maps import attention_maps as maps
     from weightscope.analysis.runnable import runnable
     from weightscope.analysis.state_space_maps import has_state_spaces, state_space_maps
 
-    model, batch, notes = runnable(source, **options)
+    member = is_population(source) or population_member(source) is not None
+    model, batch, notes = runnable(source, **(of_members if member else options))
     if has_state_spaces(model):
-        if kind != "maps":
-            raise UsageError(f"--kind: expected maps for a network with state-space layers, found {kind}")
+        if kind != "maps" or layers is not None:
+            raise UsageError("a network with state-space layers: expected --kind maps and no --layers")
         return state_space_maps(model, batch), []
     if batch.ndim == 2 and kind in ("expected", "ranks"):
         raise UsageError(f"--kind {kind}: this picture is for images only, found sequences")
-    return maps(model, batch), notes
+    return maps(model, batch, layers=layers), notes
 
 
 @command()

@@ -12,6 +12,7 @@ from matplotlib.cm import ScalarMappable
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.patches import Rectangle
 
 from weightscope._util.checks import choice, count
 from weightscope.errors import DataError, UsageError
@@ -131,12 +132,13 @@ def _draw(axes: Sequence[Axes], panels: Sequence[np.ndarray | None], **colours: 
             missing(ax, "not\nfinite")
 
 
-def _clipped(matrices: Any, clip: int | None) -> tuple[_Panels, tuple[int, int]]:
-    """Clipped matrices as float64, and the shape before clipping."""
+def _clipped(matrices: Any, clip: int | None, *, same: bool = True) -> tuple[_Panels, tuple[int, int]]:
+    """Clipped matrices as float64, of the same shape unless not `same`, and the largest shape before clipping."""
     lines = [[None if m is None else np.asarray(m) for m in line] for line in matrices]
     shapes = {m.shape for line in lines for m in line if m is not None}
-    shape = next(iter(shapes), ())
-    if len(shapes) != 1 or len(shape) != 2 or 0 in shape or len({len(line) for line in lines}) != 1:
+    shape = max(shapes, default=())
+    odd = (same and len(shapes) > 1) or not shapes or any(len(one) != 2 or 0 in one for one in shapes)
+    if odd or len({len(line) for line in lines}) != 1:
         found = sorted(shapes) or "none"
         raise DataError(f"matrix grid: expected (R, C, m, n) with one shape of matrices, found {found}")
     return [[None if m is None else m[:clip, :clip].astype(np.float64) for m in line] for line in lines], shape
@@ -145,11 +147,10 @@ def _clipped(matrices: Any, clip: int | None) -> tuple[_Panels, tuple[int, int]]
 def _sized(panels: _Panels) -> tuple[_Panels, int, tuple[float, float]]:
     """Panels averaged over f x f entries, to at least a pixel each; f; and a panel's height and width in inches."""
     side = min(_LARGEST, max(_SMALLEST, _PAGE / len(panels[0])))
-    height, width = next(p.shape for line in panels for p in line if p is not None)
-    longest = max(height, width)
-    factor = -(-longest // int(side * theme.DPI))
-    panels = [[None if p is None else averaged(p, factor) for p in line] for line in panels]
-    return panels, factor, (side * height / longest, side * width / longest)
+    height, width = max((p.shape for line in panels for p in line if p is not None), key=max)
+    longest, cells = max(height, width), int(side * theme.DPI)
+    panels = [[None if p is None else averaged(p, -(-max(p.shape) // cells)) for p in line] for line in panels]
+    return panels, -(-longest // cells), (side * height / longest, side * width / longest)
 
 
 def averaged(panel: np.ndarray, factor: int) -> np.ndarray:
@@ -220,33 +221,43 @@ def product_grid(corners: Mapping[Any, Any], *, widths: Sequence[int] = (), titl
 def attention_grid(
     maps: Any,
     *,
-    uniform: float,
     row_labels: Sequence[str] = (),
     column_labels: Sequence[str] = (),
+    corner: int | None = None,
     note: str = "",
     title: str | None = None,
 ) -> Figure:
-    """Attention maps in rows (heads) and columns (layers), as in thesis Fig. 3.18.
+    """Attention maps in rows (heads or models) and columns (layers), as in thesis Fig. 3.18.
 
-    All panels share one sequential, logarithmic colour scale in units of uniform attention, from a quarter of it (dark)
-    to the 99.8 % quantile of all entries. Maps larger than their panel are averaged over cells of f x f entries, which
-    a note states.
+    All panels share one sequential, logarithmic colour scale from a quarter of uniform attention (dark) to the 99.8 %
+    quantile of all entries. Maps larger than their panel are averaged over cells of f x f entries, which a note states.
 
-    `maps` (R, C, m, n) are nonnegative; `uniform` is the weight of uniform attention, 1 / number of tokens.
+    `maps`, R sequences of C matrices (m, n) or None, are nonnegative and in units of uniform attention, the map times
+    the number of tokens; sizes may differ between rows. Below each row its upper left `corner` x `corner` entries are
+    drawn again, and framed in it (impulse paper, Fig. 3).
 
     Example:
-        >>> save(attention_grid(maps.transpose(1, 0, 2, 3), uniform=1 / 65), "maps.png")
+        >>> save(attention_grid(65 * maps.transpose(1, 0, 2, 3)), "maps.png")
     """
-    panels, full = _clipped(maps, None)
-    top = rounded_up(max(2.0, float(np.quantile(np.asarray(maps), _QUANTILE)) / uniform))
+    panels, full = _clipped(maps, None, same=False)
+    every = np.concatenate([panel.ravel() for line in panels for panel in line if panel is not None])
+    top = rounded_up(max(2.0, float(np.quantile(every, _QUANTILE))))
+    if corner is not None:
+        panels = [[p if p is None else p[:end, :end] for p in line] for line in panels for end in (None, corner)]
+        row_labels = [text for label in row_labels for text in (label, f"first {corner} tokens")]
+    sides = [[0 if panel is None else len(panel) for panel in line] for line in panels]
     panels, factor, size = _sized(panels)
     text = "weight in units of uniform attention" + (f"; {note}" if note else "")
     text += f"; cells are means over {factor} × {factor} of {full[0]} × {full[1]}" if factor > 1 else ""
     labels: dict[str, Any] = {"row_labels": row_labels, "column_labels": column_labels}
     figure, axes = panel_figure(len(panels), len(panels[0]), size, note=text, title=title, **labels)
     colours: dict[str, Any] = {"cmap": matplotlib.colormaps["magma"], "norm": LogNorm(_FLOOR, top)}
-    for line, drawn in zip(axes, panels, strict=True):
-        _draw(line, [np.maximum(panel / uniform, _FLOOR) for panel in drawn if panel is not None], **colours)
+    for i, (line, drawn) in enumerate(zip(axes, panels, strict=True)):
+        _draw(line, [None if panel is None else np.maximum(panel, _FLOOR) for panel in drawn], **colours)
+        for ax, panel, side in zip(line, drawn, sides[i], strict=True):
+            if corner is not None and i % 2 == 0 and panel is not None:
+                cells = corner * len(panel) / side
+                ax.add_patch(Rectangle((-0.5, -0.5), cells, cells, fill=False, ec="red", lw=1.2, gid="corner"))
     _bar(axes, {_FLOOR: f"≤{number(_FLOOR)}", 1.0: "1", top: f"≥{number(top)}"}, **colours)
     return figure
 
@@ -256,6 +267,7 @@ def attention_grid(
 _SIDE = 1.62  # inches of a panel; eight in a row are 14 inches wide
 _SHOWN = 0.98  # of the values of a panel, within its colours
 _FINE = 4  # cells per weight
+_MANY = 150  # weights across a panel, above which they have one cell, and the panel more room
 _CELLS = 240  # cells across a panel: 1.62 inches at 150 dots per inch
 
 
@@ -270,12 +282,13 @@ class Panel:
 
 
 def mosaic(filters: np.ndarray, columns: int) -> np.ndarray:
-    """Filters (n, k, l[, 3]) row by row, 4 cells along a side of a pixel, with a cell of NaN around each filter."""
-    n, height, width = len(filters), _FINE * filters.shape[1] + 1, _FINE * filters.shape[2] + 1
+    """Filters (n, k, l[, 3]) row by row, with a cell of NaN around each; a pixel is 4 x 4 cells, of many 1 x 1."""
+    fine = 1 if columns * filters.shape[2] > _MANY else _FINE
+    n, height, width = len(filters), fine * filters.shape[1] + 1, fine * filters.shape[2] + 1
     out = np.full((-(-n // columns) * height + 1, columns * width + 1, *filters.shape[3:]), np.nan)
     for index, tile in enumerate(filters):
         y, x = (index // columns) * height + 1, (index % columns) * width + 1
-        out[y : y + height - 1, x : x + width - 1] = tile.repeat(_FINE, axis=0).repeat(_FINE, axis=1)
+        out[y : y + height - 1, x : x + width - 1] = tile.repeat(fine, axis=0).repeat(fine, axis=1)
     return out
 
 
@@ -346,7 +359,9 @@ def filter_page(
     text = f"zero is white; ± is the end of a panel's colours and holds {100 * _SHOWN:g} % of its weights"
     if any(p is not None and p.values is not None and np.shape(p.values)[1] == 3 for row in rows for p in row):
         text = "colours are the three channels, grey is zero"
-    return _page(rows, row_labels, draw, title, "; ".join(filter(None, [text, note])))
+    shapes = [np.shape(p.values) for row in rows for p in row if p is not None and p.values is not None]
+    many = any(math.ceil(math.sqrt(shape[0])) * shape[3] > _MANY for shape in shapes)
+    return _page(rows, row_labels, draw, title, "; ".join(filter(None, [text, note])), 7.2 if many else 3.6)
 
 
 def _blocks(panel: Panel) -> tuple[np.ndarray, list[tuple[float, float, bool]]]:
@@ -378,12 +393,13 @@ def _page(
     draw: Callable[[Axes, Panel], str],
     title: str | None,
     note: str,
+    alone: float = 3.6,
 ) -> Figure:
-    """Square panels with their labels above and the texts of `draw` below."""
+    """Square panels with their labels above and the texts of `draw` below; a single one has `alone` inches."""
     if not any(p is not None for row in rows for p in row):
         raise DataError("expected at least one layer to draw, found none")
     across = max(len(row) for row in rows)
-    side = {1: 3.6, 2: 2.8}.get(across, _SIDE)  # larger if there are few: a patch embedding has hundreds of pixels
+    side = {1: alone, 2: 2.8}.get(across, _SIDE)  # larger if there are few: a patch embedding has hundreds of pixels
     figure, axes = panel_figure(len(rows), across, (side + 0.35, side), row_labels=labels, note=note, title=title)
     for line, row in zip(axes, rows, strict=True):
         for ax, panel in zip(line, [*row, *[None] * (across - len(row))], strict=True):

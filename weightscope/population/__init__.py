@@ -4,10 +4,20 @@ from weightscope.population.exporting import export
 from weightscope.population.reading import (
     Population,
     WeightSource,
+    member_of,
     open_network,
     open_source,
     population_in,
     recipe_of,
 )
 
-__all__ = ["Population", "WeightSource", "export", "open_network", "open_source", "population_in", "recipe_of"]
+__all__ = [
+    "Population",
+    "WeightSource",
+    "export",
+    "member_of",
+    "open_network",
+    "open_source",
+    "population_in",
+    "recipe_of",
+]

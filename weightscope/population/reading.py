@@ -562,6 +562,15 @@ def open_source(source: Any, *, partial: bool = False) -> Any:
     return population_in(source, partial=partial) if named else open_network(source)
 
 
+def member_of(source: Any) -> tuple[Population, int] | None:
+    """The population, which may be incomplete, and k of `"PATH.pop::k"`; at a snapshot, of `"PATH.pop::k@EPOCH"`."""
+    if (found := population_member(source)) is None:
+        return None
+    path, k, epoch = found
+    population = Population(path, partial=True)
+    return population if epoch is None else population.at(epoch), k
+
+
 def open_network(source: Any) -> Any:
     """Open one network: a module for `"PATH.pop::k"`, a `Checkpoint` for another path, else the given source as it is.
 
@@ -574,8 +583,8 @@ def open_network(source: Any) -> Any:
 
     if isinstance(source, Population):
         raise DataError(f"{source.path}: expected one network, found a population; give population.network(k)")
-    if (member := population_member(source)) is not None:
-        source = Population(member[0], partial=True).opened(member[1])
+    if (found := member_of(source)) is not None:
+        source = found[0].opened(found[1])
     elif isinstance(source, str | Path):
         source = open_checkpoint(source)
     refuse_adapters(source)

@@ -9,13 +9,12 @@ from torch import Tensor, nn
 
 from weightscope import networks
 from weightscope._util.seeding import Purpose, torch_seed
-from weightscope._util.sources import population_member
 from weightscope._util.torch_random import seeded
 from weightscope.data.image_section import dataset_info
 from weightscope.errors import UsageError, WeightscopeError
 from weightscope.init import transfer_
 from weightscope.init._trained import COMPONENTS
-from weightscope.population import Population
+from weightscope.population import member_of
 from weightscope.recipe import DistillationConfig, Recipe
 from weightscope.training.many_networks import Networks, copied
 
@@ -132,8 +131,8 @@ def _mlp(width: int, outputs: int) -> nn.Sequential:
 
 def _loaded(config: DistillationConfig, recipe: Recipe) -> nn.Module:
     here = dataset_info(recipe.images)
-    if (member := population_member(config.teacher)) is not None:
-        population = Population(member[0], partial=True)
+    if (found := member_of(config.teacher)) is not None:
+        population, k = found
         there = dataset_info(population.recipe.images)
         if (there.channels, there.size) != (here.channels, here.size):
             raise UsageError(
@@ -142,7 +141,7 @@ def _loaded(config: DistillationConfig, recipe: Recipe) -> nn.Module:
             )
         if config.kind == "logit" and there.classes != here.classes:
             raise UsageError(f"expected {here.classes} classes, found {there.classes}; use kind = 'feature'")
-        return population.network(member[1])
+        return population.network(k)
     sizes: dict[str, Any] = {"in_channels": here.channels, "image_size": here.size, "num_classes": here.classes}
     network = networks.build(config.network or recipe.network, **sizes)
     wanted = "all" if config.kind == "logit" else [part for part in COMPONENTS if part != "head"]
