@@ -9,7 +9,7 @@ import math
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from weightscope._util.names import natural
 from weightscope.anatomy.effective import keep, plain
+from weightscope.anatomy.running import structure
 from weightscope.checkpoint import open_checkpoint
 from weightscope.checkpoint.tensors import not_weights
 from weightscope.errors import AnatomyError, DataError, SpecError, UsageError
@@ -150,6 +151,11 @@ class ModuleTensors(NamedTensors):
             own = [*inner._parameters.items(), *inner._buffers.items()]
             self._tensors |= {f"{path}.{key}".lstrip("."): value for key, value in own if value is not None}
         self._know(self._tensors, not_weights(self._tensors))
+
+    @cached_property
+    def structure(self) -> Any:
+        """Equal for modules that compute the same function of their parameters."""
+        return structure(self.module)
 
     def identity(self, name: str) -> Any:
         return id(self._tensors[name])
@@ -459,7 +465,10 @@ def places(
     """
     anchors = {(key, scheme) for scheme, keys in schemes.items() for key in keys}
     found: dict[str, tuple[int, set[Any]]] = {}  # prefix -> place in the order of names, schemes
+    ends = tuple(key for key, _ in anchors)
     for i, name in enumerate(tensors.every):
+        if not name.endswith(ends):
+            continue
         for prefix, scheme in ((name.removesuffix(key), scheme) for key, scheme in anchors if name.endswith(key)):
             if not prefix or prefix.endswith("."):
                 found.setdefault(prefix, (i, set()))[1].add(scheme)

@@ -13,7 +13,7 @@ from weightscope.anatomy.attention_part import AttentionPart
 from weightscope.anatomy.attention_trace import attentions
 from weightscope.anatomy.mlp import MLPPart
 from weightscope.anatomy.mlp_trace import mlps
-from weightscope.anatomy.running import structure, traces
+from weightscope.anatomy.running import traces
 from weightscope.anatomy.tensors import ModuleTensors, NamedTensors, Parts, Place, in_layers
 from weightscope.anatomy.traced_rows import shared
 from weightscope.anatomy.tracing import Tracer
@@ -22,7 +22,7 @@ from weightscope.errors import AnatomyError
 Reading = tuple[dict[str, list[Place]], set[str], dict[str, str]]
 _KINDS: dict[str, Callable[[ModuleTensors, Tracer, str], Iterator[Place]]] = {"attention": attentions, "mlp": mlps}
 _READ: dict[Any, Reading] = {}  # structure of a module -> what was read of it
-_NAMED: dict[Any, list[Place]] = {}  # structure and config -> what has the names of attention modules
+_FOUND: dict[Any, list[Place]] = {}  # kind, structure and config -> the places of the kind
 
 
 def read(tensors: ModuleTensors) -> Reading:
@@ -31,7 +31,7 @@ def read(tensors: ModuleTensors) -> Reading:
 
     What was read of a module holds for others of the same structure.
     """
-    key = structure(tensors.module)
+    key = tensors.structure
     if key not in _READ:
         if len(_READ) > 100:
             _READ.clear()
@@ -76,21 +76,12 @@ def _identity(place: Place) -> Any:
 
 def find_attention(tensors: ModuleTensors) -> Parts[AttentionPart]:
     """All attention modules, in order."""
-    found = _found(tensors, "attention", _named(tensors), "no softmax of queries and keys applied to values")
+    shows = "no softmax of queries and keys applied to values"
+    found = _found(tensors, "attention", lambda: attention_modules.candidates(tensors), shows)
     stated = next((n for key in known_names("heads") if isinstance(n := tensors.config.get(key), int)), None)
     if wrong := [place.part for place in found if place.part and stated not in (None, place.part.heads)]:
         raise AnatomyError(f"`{wrong[0].name}`: config= says {stated} heads, its forward pass has {wrong[0].heads}")
     return in_layers(found, tensors, attention_modules.same_block)
-
-
-def _named(tensors: ModuleTensors) -> list[Place]:
-    """What has the names of attention modules; kept as in `read`, since it takes longer than the products of a ViT."""
-    key = structure(tensors.module), repr(tensors.config)
-    if key not in _NAMED:
-        if len(_NAMED) > 100:
-            _NAMED.clear()
-        _NAMED[key] = [_with(place, None) for place in attention_modules.candidates(tensors)]
-    return [_with(place, tensors) for place in _NAMED[key]]
 
 
 def find_mlps(tensors: NamedTensors) -> Parts[MLPPart]:
@@ -98,12 +89,24 @@ def find_mlps(tensors: NamedTensors) -> Parts[MLPPart]:
     if not isinstance(tensors, ModuleTensors):
         return mlp.find(tensors)
     shows = "no function of each unit between two linear maps, of which the second returns to the stream"
-    named = [Place(part.name, part) for part in mlp.find(tensors)]
-    return in_layers(_found(tensors, "mlp", named, shows), tensors)
+    found = _found(tensors, "mlp", lambda: [Place(part.name, part) for part in mlp.find(tensors)], shows)
+    return in_layers(found, tensors)
 
 
-def _found(tensors: ModuleTensors, kind: str, named: Iterable[Place], shows: str) -> list[Place]:
-    """The places of a kind in the model's order, and what has known names and is no such part, or never ran."""
+def _found(tensors: ModuleTensors, kind: str, named: Callable[[], list[Place]], shows: str) -> list[Place]:
+    """The places of a kind in the model's order, and what has known names and is no such part, or never ran.
+
+    They hold for others of the same structure, as in `read`.
+    """
+    key = kind, tensors.structure, repr(tensors.config)
+    if key not in _FOUND:
+        if len(_FOUND) > 100:
+            _FOUND.clear()
+        _FOUND[key] = [_with(place, None) for place in _ordered(tensors, kind, named(), shows)]
+    return [_with(place, tensors) for place in _FOUND[key]]
+
+
+def _ordered(tensors: ModuleTensors, kind: str, named: Iterable[Place], shows: str) -> list[Place]:
     found, used, failed = read(tensors)
     every = found[kind]
     places = [place for place in every if place.part or place.why]

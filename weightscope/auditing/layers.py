@@ -28,8 +28,9 @@ def _noise(network: Copy, seed: int, *, mode: str, layers: Any, **_: Any) -> Non
         if mode == "anticorrelated":
             fc2 = part.read("fc2").cpu().double().mT
             rest = 2 * (fc1 - _slope(fc2, fc1) * fc2)
-        rest = rest - rest.mean(0) - rest.mean(1, keepdim=True) + rest.mean()
-        std = math.sqrt(float(rest.square().sum()) / max(1, (fc1.shape[0] - 1) * (fc1.shape[1] - 1)))
+        units, inputs = rest.mean(1), rest.mean(0)
+        rest = rest.sub(units[:, None]).sub_(inputs - inputs.mean())
+        std = float(rest.norm()) / math.sqrt(max(1, (fc1.shape[0] - 1) * (fc1.shape[1] - 1)))
         if mode == "anticorrelated" and std <= 1e-6 * float(fc1.std()):  # a multiple of fc2^T, which no start gives
             std = default_std(fc1)
         part.write("fc1", torch.randn(fc1.shape, generator=g) * std)
@@ -65,14 +66,15 @@ def mimetic_mlp_statistics(source: NamedTensors, *, mode: str, layers: Any) -> I
         if mode == "anticorrelated":
             fc2 = part.read("fc2").cpu().double().mT
             slope = _slope(fc2, fc1)
-            rest = fc1 - fc1.mean() - slope * (fc2 - fc2.mean())
+            fc1 = fc1 - fc1.mean()
+            rest = fc1 - slope * (fc2 - fc2.mean())
             found["slope"] = slope
-            found["own share"] = float(rest.square().sum() / (fc1 - fc1.mean()).square().sum())
+            found["own share"] = float(rest.norm() / fc1.norm()) ** 2
         else:
-            x = fc1 / default_std(fc1)
-            found["mean"] = float(x.mean())
-            found["input means"] = float(x.mean(0).var(correction=0))
-            found["unit means"] = float(x.mean(1).var(correction=0))
+            inputs, units = (fc1.mean(axis) / default_std(fc1) for axis in (0, 1))
+            found["mean"] = float(units.mean())
+            found["input means"] = float(inputs.var(correction=0))
+            found["unit means"] = float(units.var(correction=0))
         for what, value in found.items():
             scale = "variance" if what.endswith("means") else "identity"
             yield Statistic("fc1", part.layer, None, part.name, what, value, scale, part.layer)
@@ -80,8 +82,8 @@ def mimetic_mlp_statistics(source: NamedTensors, *, mode: str, layers: Any) -> I
 
 def _slope(x: Tensor, y: Tensor) -> float:
     """The slope of y on x."""
-    x, y = x - x.mean(), y - y.mean()
-    return float((x * y).sum() / x.square().sum().clamp_min(1e-300))
+    x, y = (x - x.mean()).flatten(), y.flatten()
+    return float(x @ y / (x @ x).clamp_min(1e-300))
 
 
 # --- correlations between layers --------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 from scipy import special, stats
-from torch import Tensor
+from torch import Tensor, nn
 
 from weightscope._util.torch_random import seeded
 from weightscope.anatomy import ModuleTensors, NamedTensors
@@ -121,15 +121,27 @@ class Copy:
     def reset(self, names: Iterable[str], seed: int) -> None:
         """Give tensors their default start: `reset_parameters` of their module, else U(-1, 1) / sqrt(fan_in)."""
         g = torch.Generator().manual_seed(seed)
+        names = [name for name in names if name not in self.source._computed]
+        done = self._reset_layers(set(names))
         for name in names:
             tensor = self.source.get(name)
-            if not tensor.is_floating_point() or name in self.source._computed:
+            if name in done or not tensor.is_floating_point():
                 continue
             value = default_start(self.source, name)
             if value is None:
                 draws = torch.rand(tensor.shape, generator=g) * 2 - 1
                 value = draws / math.sqrt(max(1, math.prod(tensor.shape[1:])))
             tensor.copy_(value)
+
+    def _reset_layers(self, names: set[str]) -> set[str]:
+        """Run `reset_parameters` of the layers all of whose tensors are among the names; these tensors."""
+        done: set[str] = set()
+        for path, layer in self.source._modules.items() if isinstance(self.source, ModuleTensors) else ():
+            own = {f"{path}.{key}".lstrip(".") for key in (*layer._parameters, *layer._buffers)}
+            if own and own <= names and (reset := _reset_of(layer)):
+                reset()
+                done |= own
+        return done
 
     def below(self, names: Iterable[str]) -> list[str]:
         """The tensors of some modules, or of these names."""
@@ -164,14 +176,19 @@ class _Copied(MutableMapping[str, Tensor]):
         return self._source.shape(name)
 
 
+def _reset_of(layer: nn.Module) -> Callable[[], None] | None:
+    """The layer's `reset_parameters`, unless it has none that takes no arguments."""
+    reset: Any = getattr(layer, "reset_parameters", None)
+    return reset if callable(reset) and not inspect.signature(reset).parameters else None
+
+
 def default_start(source: NamedTensors, name: str) -> Tensor | None:
     """What `reset_parameters` of a copy of its module gives a tensor; None without a module that has this method."""
     if not isinstance(source, ModuleTensors):
         return None
     path, _, attribute = name.rpartition(".")
     owner = source.module.get_submodule(path)
-    reset = getattr(owner, "reset_parameters", None)
-    if not callable(reset) or inspect.signature(reset).parameters:
+    if _reset_of(owner) is None:
         return None
     fresh: Any = copy.copy(owner)  # with its own tensors, which share no memory, and with its children as they are
     fresh.__dict__.update(copy.deepcopy({kind: owner.__dict__[kind] for kind in ("_parameters", "_buffers")}))
@@ -239,7 +256,8 @@ def compared(initialiser: str, found: Sequence[Statistic], trials: Iterable[Tria
         few = min(max(6, math.ceil(n / 4)), most)
         mine = trial.draws(range(2), trial.run, names)
         if any(max(values) > min(values) for values in mine.values()):
-            mine = trial.draws(range(n), trial.run, names)
+            for key, more in trial.draws(range(2, n), trial.run, names).items() if n > 2 else ():
+                mine[key] += more
         else:
             n = few = min(4, few)
         right |= mine
@@ -341,24 +359,27 @@ def by_tensor(name: str, init: Callable[..., Any], source: NamedTensors, modules
         raise UsageError(f"{name}: expected a module, on copies of which it can be run, found tensors only")
     network = Copy(source)
 
-    def values(seed: int, names: Sequence[str], run: bool = True) -> dict[str, Tensor]:
-        with seeded(seed), torch.no_grad(), warnings.catch_warnings():
+    def values(names: Sequence[str], *, reset: int | None = None, run: int | None = None) -> dict[str, Tensor]:
+        with seeded(reset or 0), torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            network.reset(names, seed)
-            if run:
-                init(network.target, generator=torch.Generator().manual_seed(seed))
+            if reset is not None:
+                network.reset(names, reset)
+            if run is not None:
+                init(network.target, generator=torch.Generator().manual_seed(run))
         return {key: network.source.get(key).detach().float() for key in names}
 
     names = network.below(modules)
-    before = {key: value.clone() for key, value in values(0, names, run=False).items()}
-    first = {key: x.clone() for key, x in values(0, names).items() if not torch.equal(x, before[key])}
+    before = {key: value.clone() for key, value in values(names, reset=0).items()}
+    first = {key: x.clone() for key, x in values(names, reset=0, run=0).items() if not torch.equal(x, before[key])}
     if not first:
         raise UsageError(f"{name}: expected an initialiser that changes the default start, found no changed parameter")
     chosen, fixed = list(first), dict.fromkeys(first, True)
     means = {key: value.clone() for key, value in first.items()}
+    # Whether it sets all that is measured, so that runs need no start.
+    whole = all(torch.equal(x, first[key]) for key, x in values(chosen, reset=1, run=0).items())
     runs = max(2, min(MEANS, int(ENTRIES / sum(x.numel() for x in first.values()))))
     for seed in range(1, runs):
-        for key, x in values(seed, chosen).items():
+        for key, x in values(chosen, reset=None if whole else seed, run=seed).items():
             fixed[key] &= torch.equal(x, first[key])
             means[key] += x
     centres = {key: first[key] if fixed[key] else means[key] / runs for key in chosen}
@@ -381,16 +402,19 @@ def by_tensor(name: str, init: Callable[..., Any], source: NamedTensors, modules
         network.reset(chosen, MEANS + seed)
 
     errors = {error_in("scale"): scaled}
-    return compared(name, list(measure(source)), [Trial(network, measure, init, errors, start)])
+    trial = Trial(network, measure, init, errors, None if whole else start)
+    return compared(name, list(measure(source)), [trial])
 
 
 def _of_entries(x: Tensor, mean: Tensor, fixed: bool) -> dict[str, float]:
     if fixed:
         return {"difference": float((x - mean).abs().max()) / max(float(mean.abs().max()), 1e-30)}
-    squares = x.square()
-    square = float(squares.mean())
-    likeness = float((x * mean).sum()) / max(math.sqrt(square * x.numel()) * float(mean.norm()), 1e-30)
-    found = {"mean": float(x.mean()), "variance": float(x.var(correction=0)), "likeness": likeness}
-    if x.numel() >= 100:  # below, the sample kurtosis is far from normal
-        found["kurtosis"] = float(squares.square_().mean()) / max(square**2, 1e-30)
+    n, x, mean = x.numel(), x.flatten(), mean.flatten()
+    centre, square = float(x.mean()), float(x @ x) / n
+    likeness = float(x @ mean) / max(math.sqrt(square * n) * float(mean.norm()), 1e-30)
+    apart = x - centre
+    found = {"mean": centre, "variance": float(apart @ apart) / n, "likeness": likeness}
+    if n >= 100:  # below, the sample kurtosis is far from normal
+        squares = torch.mul(x, x, out=apart)
+        found["kurtosis"] = float(squares @ squares) / n / max(square**2, 1e-30)
     return found

@@ -86,7 +86,7 @@ def running(name: str) -> Iterator[None]:
 def put(tensor: Tensor, value: Tensor) -> None:
     """Copy values into a parameter in place, cast to its data type and device."""
     where = f"a weight of shape {tuple(tensor.shape)}"
-    if not bool(value.isfinite().all()):
+    if value.numel() and not all(map(math.isfinite, value.aminmax())):  # either is NaN if an entry is
         raise DataError(f"{where}: expected finite values, found NaN or infinity")
     keep(tensor)
     tensor.copy_(cast(where, value, tensor))
