@@ -2,12 +2,18 @@
 
     python analyses/gpu_populations/collect.py --minutes 9 --data-root FOLDER_OF_CIFAR10 --out gpu-populations
 
+The same for one recipe on a CPU, keeping what is small enough for a repository, is
+
+    python analyses/gpu_populations/collect.py --minutes 90 --data-root FOLDER_OF_CIFAR10 --device cpu --tile 16
+        --recipe cifar10-convnext-16px --networks 4096 --sums-only --out analyses/cifar_structure
+
 A call goes on where the last one stopped, and ends before the time is over. What it leaves is all that the next one
 needs, so that it can be carried from machine to machine: 42 MB for the three populations, by calculation. The networks
 themselves, 0.5 GB of each population, are not kept. `--report` prints the correlated pairs and draws their figures.
 
 - `NAME.sums.npz`: how many networks, their test accuracies, the sums of the whole network's covariance
-  (`ExchangeableMoments`), and mean and covariance of the entries of the second block's MLP (Fig. 3.35).
+  (`ExchangeableMoments`), and mean and covariance of what Fig. 3.40 is computed from (`filter_products`, of ConvNeXts)
+  and of the entries of the second block's MLP (Fig. 3.35), without which it is 0.8 MB (`--sums-only`).
 - `NAME.sample.npy`: the first 512 networks, (512, D) float16.
 """
 
@@ -20,6 +26,7 @@ import numpy as np
 
 from weightscope.analysis.exchangeable import ExchangeableCovariance
 from weightscope.anatomy.permutation_groups import permutation_spec
+from weightscope.errors import UsageError
 from weightscope.networks import build_for
 from weightscope.recipe import Recipe
 from weightscope.spec import WeightSpec
@@ -33,54 +40,94 @@ FASTEST = {"population.tile": 256, "training.kernels": "compiled", "training.pre
 JOINT = "*blocks.1.mlp.fc?.weight"
 
 
+class Scatter:
+    """Mean (D,) and sums of products about it (D, D), of rows that are added in turns."""
+
+    def __init__(self, size: int) -> None:
+        self.n, self.mean, self.products = 0, np.zeros(size), np.zeros((size, size))
+
+    def add(self, rows: np.ndarray) -> None:
+        """Take up rows (n, D)."""
+        mean, after = rows.mean(0), self.n + len(rows)
+        step, rows = mean - self.mean, rows - mean
+        self.products += rows.T @ rows + np.outer(step, step) * self.n * len(rows) / after
+        self.mean += step * len(rows) / after
+        self.n = after
+
+
+def filter_products(weights: np.ndarray, spec: WeightSpec) -> np.ndarray:
+    """Sums over channels of products of powers of f and d, (N, 9 B), of networks (N, D) with B blocks.
+
+    f is the central pixel of a depthwise filter and d the diagonal of W2 W1 of the MLP after it; for each block the
+    sums of f, |f|, d, |d|, f^2, d^2, f d, f |d| and |f| |d|.
+    """
+    tensors, out = spec.unpack(weights), []
+    for name in (name for name in tensors if name.endswith("conv_dw.weight")):
+        block, filters = name.removesuffix("conv_dw.weight"), tensors[name]
+        f = filters[:, :, 0, filters.shape[-2] // 2, filters.shape[-1] // 2]
+        d = np.einsum("nij,nji->ni", tensors[f"{block}mlp.fc2.weight"], tensors[f"{block}mlp.fc1.weight"])
+        g, e = np.abs(f), np.abs(d)
+        out += [x.sum(1) for x in (f, g, d, e, f * f, d * d, f * d, f * e, g * e)]
+    return np.stack(out, axis=1) if out else np.empty((len(weights), 0))
+
+
 class Sums:
     """What is kept of a population."""
 
-    def __init__(self, name: str, recipe: Recipe, out: Path) -> None:
+    def __init__(self, name: str, recipe: Recipe, out: Path, sums_only: bool = False) -> None:
         self.file, self.sample_file = out / f"{name}.sums.npz", out / f"{name}.sample.npy"
         network = build_for(recipe)
-        spec, self.permutations = WeightSpec.of(network), permutation_spec(network)
-        self.joint = spec.columns(spec.select(JOINT))
+        self.spec, self.permutations = WeightSpec.of(network), permutation_spec(network)
+        self.joint = [] if sums_only else self.spec.columns(self.spec.select(JOINT))
         self.networks, self.accuracy = 0, np.empty(0, np.float32)
-        self.sample = np.empty((0, spec.size), np.float16)
-        self.moments = ExchangeableMoments(spec, self.permutations, index=False)
-        self.mean, self.scatter = np.zeros(len(self.joint)), np.zeros((len(self.joint), len(self.joint)))
+        self.sums_only, self.sample = sums_only, np.empty((0, self.spec.size), np.float16)
+        self.moments = ExchangeableMoments(self.spec, self.permutations, index=False)
+        self.entries = Scatter(len(self.joint))
+        self.filters = Scatter(filter_products(np.zeros((1, self.spec.size)), self.spec).shape[1])
         if self.file.exists():
             with np.load(self.file) as found:
                 arrays = dict(found)
+            if ("entries mean" in arrays) == sums_only:
+                raise UsageError(f"{self.file}: was collected {'without' if sums_only else 'with'} --sums-only")
             self.networks, self.accuracy = int(arrays["networks"]), arrays["accuracy"]
-            self.sample = np.load(self.sample_file)[: self.networks]  # it may be newer than the sums
-            self.moments = ExchangeableMoments.restored(spec, self.permutations, arrays)
-            self.mean, half = arrays["mean"], np.triu_indices(len(self.joint))
-            self.scatter[half] = arrays["scatter"]
-            self.scatter.T[half] = arrays["scatter"]
+            for name in (name for name in arrays if name.startswith("products ")):
+                arrays[name] = _whole(arrays[name])
+            self.moments = ExchangeableMoments.restored(self.spec, self.permutations, arrays)
+            for name, scatter in self._scatters().items():
+                scatter.n, scatter.mean = self.moments.n, arrays[f"{name} mean"]
+                scatter.products = _whole(arrays[f"{name} scatter"])
+            if not sums_only:  # it may be newer than the sums
+                self.sample = np.load(self.sample_file)[: self.networks]
+
+    def _scatters(self) -> dict[str, Scatter]:
+        return {"filters": self.filters} | ({} if self.sums_only else {"entries": self.entries})
 
     def add(self, weights: np.ndarray, accuracy: np.ndarray, diverged: np.ndarray) -> None:
         """Take up networks (n, D)."""
-        room = SAMPLE - len(self.sample)
-        self.sample = np.concatenate([self.sample, weights[:room].astype(np.float16)])
+        if not self.sums_only:
+            self.sample = np.concatenate([self.sample, weights[: SAMPLE - len(self.sample)].astype(np.float16)])
         self.accuracy = np.concatenate([self.accuracy, accuracy.astype(np.float32)])
         self.networks += len(weights)
-        good, before = weights[~diverged].astype(np.float64), self.moments.n
+        good = weights[~diverged].astype(np.float64)
         self.moments.update(good)
         self.moments.excluded += int(diverged.sum())
         if len(good):
-            rows = good[:, self.joint]
-            step = rows.mean(0) - self.mean
-            rows -= rows.mean(0)
-            after = before + len(good)
-            self.scatter += rows.T @ rows + np.outer(step, step) * before * len(good) / after
-            self.mean += step * len(good) / after
+            self.filters.add(filter_products(good, self.spec))
+            self.entries.add(good[:, self.joint])
 
     def save(self) -> None:
         """The sample first: the sums say how many networks there are."""
-        half = np.triu_indices(len(self.joint))
         arrays = self.moments.arrays() | {"networks": np.array(self.networks), "accuracy": self.accuracy}
-        arrays |= {"mean": self.mean, "scatter": self.scatter[half].astype(np.float32)}
-        for file, write in (
-            (self.sample_file, lambda to: np.save(to, self.sample)),
-            (self.file, lambda to: np.savez_compressed(to, **arrays)),
-        ):
+        for name in (name for name in arrays if name.startswith("products ")):
+            arrays[name] = arrays[name][np.triu_indices(len(arrays[name]))]
+        for name, found in self._scatters().items():
+            half, kind = (
+                found.products[np.triu_indices(len(found.mean))],
+                np.float32 if name == "entries" else np.float64,
+            )
+            arrays |= {f"{name} mean": found.mean, f"{name} scatter": half.astype(kind)}
+        files = {} if self.sums_only else {self.sample_file: lambda to: np.save(to, self.sample)}
+        for file, write in (files | {self.file: lambda to: np.savez_compressed(to, **arrays)}).items():
             new = file.with_suffix(".new")
             with open(new, "wb") as to:
                 write(to)
@@ -93,8 +140,17 @@ class Sums:
 
     def joint_correlation(self) -> np.ndarray:
         """Correlations of the entries of one MLP (D', D'), fc1 and then fc2."""
-        std = np.sqrt(np.diag(self.scatter))
-        return self.scatter / np.outer(std, std)
+        std = np.sqrt(np.diag(self.entries.products))
+        return self.entries.products / np.outer(std, std)
+
+
+def _whole(half: np.ndarray) -> np.ndarray:
+    """The symmetric matrix of which `half` is the upper triangle."""
+    n = round((np.sqrt(8 * len(half) + 1) - 1) / 2)
+    out, upper = np.zeros((n, n)), np.triu_indices(n)
+    out[upper] = half
+    out.T[upper] = half
+    return out
 
 
 def collect(sums: Sums, recipe: Recipe, goal: int, until: float, **where: Any) -> bool:
@@ -136,6 +192,7 @@ def main() -> None:
     parser.add_argument("--recipe", action="append", help="instead of the three; repeat it")
     parser.add_argument("--networks", type=int, action="append", help="goals, ascending [2048, 16000]; repeat it")
     parser.add_argument("--tile", type=int, default=FASTEST["population.tile"])
+    parser.add_argument("--sums-only", action="store_true", help="keep no networks and no covariance of single entries")
     parser.add_argument("--report", action="store_true", help="train nothing")
     options = parser.parse_args()
     until = time.monotonic() + 60 * options.minutes - 10  # to write and to end
@@ -146,7 +203,7 @@ def main() -> None:
     for goal in options.networks or GOALS:
         for name in options.recipe or NAMES:
             recipe = Recipe.load(name).replace(settings)
-            sums = Sums(Path(name).stem, recipe, options.out)
+            sums = Sums(Path(name).stem, recipe, options.out, options.sums_only)
             if options.report:
                 report(sums)
             elif not collect(sums, recipe, goal, until, data_root=options.data_root, device=options.device):
