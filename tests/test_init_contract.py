@@ -341,6 +341,7 @@ MLP_W1 = {"touched": lambda m: names_of(anatomy.mlps(m), "fc1")}
 ONE_SHAPE = [f for f in MLPS if "depthwise" not in f.parts]  # ConvNeXts of several stages have several
 
 
+ABSOLUTE, MLP_ABSOLUTE = {"b": 0.05, "units": "absolute"}, check_mlp(lambda part: part.read("fc1") + 0.05)
 MLP_SCALAR = check_mlp(lambda part: part.read("fc1") + 0.5 * unit(part))
 MLP_ANTI = check_mlp(lambda part: (part.read("fc1") - part.read("fc2").T) / 2)
 
@@ -365,6 +366,7 @@ CASES = [
     Case("impulse_attention", only("positions", *ROTARY, *POSITIONAL), touched_attention("qk"), None),
     Case("impulse_attention", [FAMILIES["torch-encoder"]], touched_attention("qk"), None, {"grid": (4, 4)}),
     Case("mimetic_mlp", MLPS, **MLP_W1, check=MLP_SCALAR, numbers={"b": 0.5}, random=False),
+    Case("mimetic_mlp", few("mlps"), **MLP_W1, check=MLP_ABSOLUTE, numbers=ABSOLUTE, random=False),
     Case("mimetic_mlp", few("mlps"), **MLP_W1, check=None, numbers={"mode": "rows", "sigma": 1.5}),
     Case("mimetic_mlp", few("mlps"), **MLP_W1, check=MLP_ANTI, numbers={"mode": "anticorrelated"}),
     Case(

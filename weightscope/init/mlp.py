@@ -11,7 +11,7 @@ from weightscope.anatomy.matrices import default_std
 from weightscope.errors import AnatomyError, UsageError
 from weightscope.init.base import INITIALISERS, Generator, M, normal
 
-_MODES = ("scalar", "rows", "anticorrelated")
+_MODES, _UNITS = ("scalar", "rows", "anticorrelated"), ("std", "absolute")
 
 
 @INITIALISERS.register("mimetic_mlp", source="MLP paper, Eq. 1 and 2", needs="MLPs")
@@ -21,34 +21,34 @@ def mimetic_mlp_(
     mode: str = "scalar",
     b: float = 1.0,
     sigma: float = 0.3,
+    units: str = "std",
     layers: int | list[int] | None = None,
     strict: bool = True,
     generator: Generator = None,
 ) -> M:
-    """Add a mean to the weights of the first layer of every MLP, in units of the default entries' standard deviation.
+    """Add a mean to the weights of the first layer of every MLP.
 
         scalar           W1 <- W1 + b s 1_p 1_n^T                          (Eq. 2)
         rows             W1 <- W1 + 1_p c^T,  c ~ N(0, (sigma s)^2 I_n)    (Eq. 1)
         anticorrelated   W1 <- (W1 - W2^T) / 2                             (section 2, seen in ViTs)
 
-        s = 1 / sqrt(3 n)
+    W1 (p, n) is the weight of the first layer (fc1), W2 that of the second. s = 1 / sqrt(3 n), the standard deviation
+    of torch's default entries, or 1 with `units="absolute"`, as in the texts (whose sigma is a variance). They print no
+    value of b or sigma, so that there is no published preset.
 
-    W1 (p, n) is the weight of the first layer (fc1), W2 that of the second, s the standard deviation of torch's default
-    entries. The paper's b is `b * s`, its sigma, a variance, `(sigma * s) ** 2`; it prints neither value.
-
-    The added matrix of "scalar" has the spectral norm b sqrt(p / 3), which grows with the width; that of the random
-    entries, about (1 + sqrt(p / n)) / sqrt(3), does not. In ConvNeXts b of 1, 2 and 3 in either direction gave 3.0,
-    4.0 and 4.4 points (`analyses/mlp_wide_inits`, n = 64), 1 and 2 gave 0.5 and 0.6 (`mlp_sweep_inits`, n = 16); no
-    effect of 0.3 was shown. Up to n = 576, with p = 4 n, b = 1 keeps within the norms that were measured (28, of b = 3
-    at n = 64). After a LayerNorm with unit gain and zero bias the inputs of W1 sum to zero, and "scalar" changes only
-    the gradients of the LayerNorm at the start.
+    The added matrix of "scalar" has the spectral norm b s sqrt(p n), b sqrt(p / 3) with the default unit, which grows
+    with the width; that of the random entries, about (1 + sqrt(p / n)) / sqrt(3), does not. In ConvNeXts b of 1, 2 and
+    3 in either direction gave 3.0, 4.0 and 4.4 points (`analyses/mlp_wide_inits`, n = 64), 1 and 2 gave 0.5 and 0.6
+    (`mlp_sweep_inits`, n = 16). After a LayerNorm with unit gain and zero bias the inputs of W1 sum to zero, and
+    "scalar" changes only the gradients of the LayerNorm at the start.
 
     Args:
         mode: "scalar", "rows" or "anticorrelated".
         b: the mean in the mode "scalar", in units of s.
         sigma: the standard deviation of the means in the mode "rows", in units of s, >= 0.
+        units: "std" for s as above, "absolute" for s = 1.
 
-    Source: MLP paper, Eq. 1 and 2.
+    Source: MLP paper, Eq. 1 and 2; thesis Eq. 3.39 and 3.40.
 
     Example:
         >>> mimetic_mlp_(vit, mode="rows", sigma=0.5, generator=torch.Generator().manual_seed(0))
@@ -56,15 +56,17 @@ def mimetic_mlp_(
     choice("mode", mode, _MODES)
     number("b", b)
     number("sigma", sigma, least=0)
+    choice("units", units, _UNITS)
     for part in chosen_layers(mlps(module, strict=strict, caller="mimetic_mlp_"), layers):
         w1 = part.read("fc1")  # (p, n)
+        unit = default_std(w1) if units == "std" else 1.0
         if mode == "anticorrelated":
             part.write("fc1", (w1 - part.read("fc2").mT) / 2)
         elif mode == "rows":
-            vector = normal(w1.shape[1], generator=generator) * (sigma * default_std(w1))
+            vector = normal(w1.shape[1], generator=generator) * (sigma * unit)
             part.write("fc1", w1 + vector.to(w1))
         else:
-            part.write("fc1", w1 + b * default_std(w1))
+            part.write("fc1", w1 + b * unit)
     return module
 
 
