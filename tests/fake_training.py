@@ -64,6 +64,7 @@ def train_tile(recipe, tile, *, data_root=None, device="auto", kernels="torch", 
     return SimpleNamespace(
         index=tile,
         hits=None,
+        speed=None,
         weights=weights,
         snapshots=None if kept is None else weights[:, None] * np.array(kept, np.float32)[:, None],
         metrics={

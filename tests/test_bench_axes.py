@@ -26,7 +26,7 @@ from weightscope.fits.fitting import fit
 from weightscope.init.named import labelled, parse_init
 from weightscope.population import Population
 from weightscope.recipe import InitConfig, Recipe
-from weightscope.training import planning
+from weightscope.training import collection, image_task, planning
 from weightscope.training.collection import TileResult
 
 pytestmark = pytest.mark.usefixtures("trained_here")
@@ -407,3 +407,43 @@ def test_an_arm_is_compared_with_itself_in_another_cell(swept: BenchResult, tmp_
     assert {row["cell"][field] for row in rows} == set(values[1:])
     with pytest.raises(UsageError, match=r"network\.widht"):
         loaded.between("network.widht")
+
+
+def test_throughput_is_measured_at_evaluations_and_kept_on_resuming(tmp_path: Path, monkeypatch: Any) -> None:
+    """The median of the evaluations but the first, of a clock that advances by 8, 1, 2, 4 s between its readings."""
+    steps = iter([s for seconds in (8, 1, 2, 4) for s in (0, seconds)] * 2)
+    now = [0.0]
+
+    def clock() -> float:
+        now[0] += next(steps, 1)
+        return now[0]
+
+    monkeypatch.setattr(image_task.time, "thread_time", clock)
+    monkeypatch.setattr(collection, "spread", lambda task, todo, *_: ((item, task(item)) for item in todo))
+    given: dict[str, Any] = {"seeds": 2, "epochs": [4], "vary": {"network.depth": [1, 2]}, "progress": False}
+    recipe = RECIPE.replace({"network.width": 8})
+    result = bench(recipe, ["default"], tmp_path / "b", throughput=True, device="cpu", workers=1, **given)
+    tests = len(recipe.data.load(None).test_labels)
+    assert [row["images_per_second"] for row in result.arms] == [2 * tests / 2] * 2
+    assert all("tiles of 2" in row["measured_on"] for row in result.arms)
+    sizes = [
+        sum(p.numel() for p in Population(path).network(0).parameters()) for path in (tmp_path / "b").rglob("*.pop")
+    ]
+    assert sorted(row["parameters"] for row in result.arms) == sorted(sizes)
+    assert "images/s" in result.text()
+    axes = result.figures()["along-parameters"]().axes[0]
+    assert axes.get_xlabel() == "parameters"
+    again = bench(recipe, ["default"], tmp_path / "b", device="cpu", workers=1, **given)
+    assert again.arms == result.arms
+    stored = BenchResult.load(tmp_path / "b")
+    assert [row["images_per_second"] for row in stored.arms] == [tests] * 2
+
+
+def test_throughput_needs_two_evaluations_of_images(tmp_path: Path) -> None:
+    for changes, epochs, found in (({}, 1, "1 epoch"), ({"training.evaluate": "end"}, 2, "evaluate = 'end'")):
+        with pytest.raises(
+            UsageError, match=f"throughput: expected evaluate = 'epoch' and 2 epochs or more, found.*{found}"
+        ):
+            bench(RECIPE.replace(changes), ["default"], tmp_path / "b", epochs=[epochs], throughput=True, **OPTIONS)
+    with pytest.raises(UsageError, match="throughput: expected images, found sequences"):
+        bench("copying-mamba-two-cores", ["default"], tmp_path / "c", throughput=True, **OPTIONS)

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 TOO_FEW = "too few seeds"  # in place of an interval
 _COMPARED = ("difference", "interval (Holm)", "p (Holm)")
 _IMAGES = ("other images too",)
+_SPEEDS = ("parameters", "images/s")
 
 
 @dataclass(frozen=True, repr=False)
@@ -49,7 +50,10 @@ class BenchResult(Result):
     after each epoch).
 
     `arms`, which `results.json` calls `summary`, are the rows of `summarise`: means of the compared metric with their
-    intervals, and differences from the first initialiser in the cell at the same length.
+    intervals, and differences from the first initialiser in the cell at the same length. `parameters` are those of a
+    network. Where `bench(throughput=True)` measured it, `images_per_second` is the number of test images times T
+    networks of a tile, over the seconds of their forward passes and losses at an evaluation: on a CPU processor seconds
+    of one thread. It is the median of the evaluations without the first, and of the tiles; `measured_on` the machine.
     """
 
     runs: list[dict[str, Any]]
@@ -108,9 +112,10 @@ class BenchResult(Result):
         value = f"{metric.label} %" if metric.unit == "%" else metric.label
         pairs = any(row["pairs"] not in (None, row["n"]) for row in self.arms)
         images = any(row.get("difference_ci_images") for row in self.arms)
-        compared = (*("pairs",)[:pairs], *_COMPARED, *_IMAGES[:images], "")
+        speeds = any(row.get("images_per_second") for row in self.arms)
+        compared = (*("pairs",)[:pairs], *_COMPARED, *_IMAGES[:images], *_SPEEDS[: 2 * speeds], "")
         header = ("initialiser", *("epochs",)[: self._lengths], "n", value, "95 % interval", *compared)
-        cells = [(row, _cells(row, metric, pairs, images)) for row in self.arms]
+        cells = [(row, _cells(row, metric, pairs, images, speeds)) for row in self.arms]
         table = _ruled(header, [(row, each if self._lengths else each[:1] + each[2:]) for row, each in cells])
         if self.contrasts:
             table = f"{contrasts_text(self.contrasts, metric)}\n\nexploratory, adjusted for one another:\n{table}"
@@ -139,6 +144,8 @@ class BenchResult(Result):
             out.append("other images too: the interval for other test images as well (both random, crossed)")
         elif metric.unit == "%" and known:
             out.append("intervals are over networks, for the test examples that were used")
+        if machines := dict.fromkeys(row["measured_on"] for row in self.arms if row.get("measured_on")):
+            out.append(f"images/s: of evaluations, the median without the first; {'; '.join(machines)}")
         arms = {arm_key(row): row for row in self.arms}
         for row in self.arms:
             base = arms.get((cell_key(row), row["epochs"], row["reference"]))
@@ -240,8 +247,9 @@ class BenchResult(Result):
         """The pictures that these results have, by name, each a function of the file to write (or None).
 
         `convergence` (one cell), `curves` (over epochs), `differences` (paired), `scale` and `correlations` (with
-        controls), `along-AXIS` for each axis, `map-X-Y` for each pair of axes, `accuracy-by-length` where the task
-        evaluates sequences of several lengths. By default each title says the finding.
+        controls), `along-AXIS` for each axis, `along-parameters` where they differ in number (thesis Fig. 2.1),
+        `map-X-Y` for each pair of axes, `accuracy-by-length` where the task evaluates sequences of several lengths. By
+        default each title says the finding.
         """
         from weightscope import plots  # imports matplotlib
 
@@ -254,7 +262,7 @@ class BenchResult(Result):
         return {name: partial(drawn, name) for name in found}
 
 
-def _cells(row: dict[str, Any], metric: Metric, pairs: bool, images: bool) -> list[str]:
+def _cells(row: dict[str, Any], metric: Metric, pairs: bool, images: bool, speeds: bool) -> list[str]:
     mean = "" if row["mean"] is None else _number(row["mean"], metric)
     interval = _interval(row["ci95"], metric)
     if row["n"] and interval in ("", _interval(metric.bounds, metric)):
@@ -263,6 +271,9 @@ def _cells(row: dict[str, Any], metric: Metric, pairs: bool, images: bool) -> li
     cells += ["" if row["pairs"] is None else f"{row['pairs']}"] * pairs + _difference(
         row, "difference", metric, images
     )
+    if speeds:
+        speed = row.get("images_per_second")
+        cells += [f"{row['parameters']:,}", "" if speed is None else f"{speed:,.0f}"]
     return [*cells, f"({row['diverged']} diverged)" if row["diverged"] else ""]
 
 
@@ -380,6 +391,8 @@ def _pictures(runs: Rows, arms: Rows, metric: Metric, metrics: Sequence[Metric])
     axes, found = axes_of(arms), finding(all_arms, metric)
     for axis in axes:
         out[f"along-{axis}"] = partial(plots.metric_along, arms, axis, metric=metric), found
+    if sized := _by_parameters(arms):
+        out["along-parameters"] = partial(plots.metric_along, sized, "parameters", metric=metric), found
     if arms and not axes:
         out["convergence"] = partial(plots.convergence, arms, metric=metric), found
     for kind, control in CONTROLS.items():
@@ -417,6 +430,15 @@ def _of_runs(draw: Callable[..., Any], statistic: Callable[..., Any], runs: Rows
 def axes_of(arms: Rows) -> list[str]:
     """The fields and numbers that vary, in order."""
     return list(dict.fromkeys(name for row in arms for name in point_of(row)))
+
+
+def _by_parameters(arms: Rows) -> list[dict[str, Any]]:
+    """The arms with the number of parameters as their cell; none unless it differs, and tells the cells apart."""
+    cells = {(cell_key(row), row.get("parameters")) for row in arms}
+    numbers = {number for _, number in cells}
+    if None in numbers or not 1 < len(numbers) == len(cells):
+        return []
+    return [row | {"cell": {"parameters": row["parameters"]}} for row in arms]
 
 
 def _maps(arms: Rows, x: str, y: str) -> dict[str, list[dict[str, Any]]]:

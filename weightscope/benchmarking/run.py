@@ -38,13 +38,14 @@ from weightscope.population import manifest as manifests
 from weightscope.recipe import BenchConfig, Recipe
 from weightscope.training.collection import TileResult, train
 from weightscope.training.devices import check_memory, resolve_device
+from weightscope.training.engine import spec_of
 from weightscope.training.initial_weights import check_initialisers
 from weightscope.training.planning import tile_seconds
 from weightscope.training.request import Request, choose_tile
 
 SEED_OFFSET = 1_000_000
 TILE = 32  # networks on a CPU, at most
-RUNS, PROBES, RESULTS = "runs", "probes", "results.json"
+RUNS, PROBES, RESULTS, SPEEDS = "runs", "probes", "results.json", "throughput.json"
 _COUNTED = ("arms", "networks", "tiles", "done")
 Measured = tuple[Mapping[str, Any], dict[str, Any], np.ndarray | None]
 """Of an arm the metrics of its networks (n,), the environment, and `Population.hits`."""
@@ -70,6 +71,7 @@ def bench(
     progress: bool = True,
     on_tile: Callable[[TileResult], None] | None = None,
     trust: bool = False,
+    throughput: bool = False,
     **where: Any,
 ) -> BenchResult:
     """Train every arm, compare them on paired seeds, and write `out/results.json`.
@@ -84,6 +86,9 @@ def bench(
 
     `data`, `progress`, `on_tile`, `trust` and `where` (`workers`, `backend`, `scheduler` and `device`) are those of
     `collect`.
+
+    `throughput` adds the images per second of each arm at evaluation, measured on the tiles that are trained now; see
+    `BenchResult`.
 
     `out` is the folder of the arms' populations and the results, named after the recipe if None; calling again resumes.
     Results that would lose arms or seeds, or are of another recipe, are only replaced with `overwrite`.
@@ -104,7 +109,7 @@ def bench(
     given |= {"contrasts": contrasts, "vary": vary, "grid": grid, "metric": metric, "overwrite": overwrite}
     with trusting(trust):
         plan = plan_bench(recipe, inits, out, **where, **given, data=data, measure=False)
-        return plan.run(progress=progress, on_tile=on_tile)
+        return plan.run(progress=progress, on_tile=on_tile, throughput=throughput)
 
 
 @dataclass(frozen=True, repr=False)
@@ -122,11 +127,27 @@ class BenchPlan(Result):
     requests: Sequence[Request] = field(compare=False)  # the populations of the arms
     on: Workers = field(compare=False)  # where they are trained
 
-    def run(self, *, progress: bool = True, on_tile: Callable[[TileResult], None] | None = None) -> BenchResult:
-        """Train the tiles of all arms that are not on disk, and compare the arms."""
+    def run(
+        self,
+        *,
+        progress: bool = True,
+        on_tile: Callable[[TileResult], None] | None = None,
+        throughput: bool = False,
+    ) -> BenchResult:
+        """Train the tiles of all arms that are not on disk, and compare the arms.
+
+        UsageError if the `throughput` is to be measured and an arm evaluates no images, or once only.
+        """
         titles = {request.path: arm.title for arm, request in zip(self.design.arms, self.requests, strict=True)}
+        places = {request.path: arm.folder for arm, request in zip(self.design.arms, self.requests, strict=True)}
+        if throughput:
+            self.design.check_throughput()
 
         def ended(result: TileResult) -> None:
+            if throughput and result.speed is not None:
+                speeds = self.design.speeds()
+                speeds.setdefault(places[result.path], {})[str(result.tile)] = result.speed
+                atomic.write(self.design.folder / SPEEDS, json.dumps(speeds, indent=1).encode() + b"\n")
             if on_tile is not None:
                 on_tile(replace(result, name=titles[result.path]))
 
@@ -296,6 +317,20 @@ class Design:
                 "or --overwrite to replace them"
             )
 
+    def check_throughput(self) -> None:
+        """UsageError unless every arm evaluates images at least twice; the first evaluation is not measured."""
+        for arm in self.arms:
+            if arm.recipe.data.what != "images":
+                raise UsageError(f"throughput: expected images, found {arm.recipe.data.what}")
+            if arm.recipe.training.evaluate != "epoch" or arm.epochs < 2:
+                found = f"evaluate = {arm.recipe.training.evaluate!r} and {epochs_text(arm.epochs)}"
+                raise UsageError(f"throughput: expected evaluate = 'epoch' and 2 epochs or more, found {found}")
+
+    def speeds(self) -> dict[str, dict[str, Any]]:
+        """What was measured of each tile of each arm's folder: `images_per_second` and `measured_on`."""
+        file = self.folder / SPEEDS
+        return json.loads(file.read_text()) if file.exists() else {}
+
     def check(self) -> None:
         """Apply the initialiser of each arm to one network; RecipeError names the arm's cell."""
         for arm in self.arms:
@@ -341,9 +376,16 @@ class Design:
         recipes = {arm.cell_key: arm.recipe.completed(self.data) for arm in self.arms}
         sections = {recipe.data.model_dump_json(): recipe.data for recipe in recipes.values()}
         levels = {text: data.chance(self.metric, self.data) for text, data in sections.items()}  # each is read once
-        found = {place: levels[recipe.data.model_dump_json()] for place, recipe in recipes.items()}
-        chances = {place: level for place, level in found.items() if level is not None}
+        known = {place: levels[recipe.data.model_dump_json()] for place, recipe in recipes.items()}
+        chances = {place: level for place, level in known.items() if level is not None}
         arms = summarise(runs, self.metric, chances, hits)
+        speeds, sizes = self.speeds(), {place: _parameters(recipe) for place, recipe in recipes.items()}
+        folders = {(arm.cell_key, arm.epochs, arm.init): arm.folder for arm in self.arms}
+        for row in arms:
+            row["parameters"] = sizes[arm_key(row)[0]]
+            if found := list(speeds.get(folders[arm_key(row)], {}).values()):
+                row["images_per_second"] = float(np.median([each["images_per_second"] for each in found]))
+                row["measured_on"] = "; ".join(sorted({each["measured_on"] for each in found}))
         declared = [contrast.text not in self.late for contrast in self.contrasts]
         contrasts = contrast_tests(self.contrasts, runs, self.metric, declared, hits)
         result = BenchResult(runs, arms, about, self.metric, self.metrics, contrasts, hits)
@@ -368,6 +410,11 @@ class Design:
             }
             for k in range(min(len(found["diverged"]), arm.recipe.population.networks))
         ]
+
+
+def _parameters(recipe: Recipe) -> int:
+    """Parameters of a network of the recipe."""
+    return sum(tensor.size for tensor in spec_of(recipe) if tensor.role == "parameter")
 
 
 def _check_folder(folder: Path) -> None:

@@ -383,6 +383,7 @@ _GAIN_TRAINING = ("data", "device", "gain_seeds", "gain_epochs")  # options of t
 @click.option("--metric", help="The task's metric that is compared, such as test_loss.  [default: its primary one]")
 @set_option
 @click.option("--probe", is_flag=True, help="Train only a linear classifier on the initialised networks' features.")
+@click.option("--throughput", is_flag=True, help="Also measure images per second, at the evaluations.")
 @click.option("--plan", "only_plan", is_flag=True, help="Only say what it will cost, from a few measured steps.")
 @click.option(
     "-o", "--out", type=click.Path(path_type=Path), help="Folder of the results.  [default: named after the recipe]"
@@ -399,6 +400,7 @@ def bench(
     json_file: Path | None,
     only_plan: bool,
     probe: bool,
+    throughput: bool,
     log: str | None,
     vary: tuple[str, ...],
     changes: tuple[str, ...],
@@ -429,7 +431,7 @@ def bench(
     wanted = recipe_of(recipe).replace(parsed_options(changes)) if changes else recipe
     _check_plan(only_plan, log)
     if probe:
-        unused = {"--plan": only_plan, "--log": log, "--workers": options.pop("workers")}
+        unused = {"--plan": only_plan, "--log": log, "--throughput": throughput, "--workers": options.pop("workers")}
         if given := next((flag for flag, value in unused.items() if value), None):
             raise UsageError(f"{given} cannot be combined with --probe, which trains no tile")
         folder = out or Path(f"{str(folder).removesuffix('-bench')}-probe")
@@ -442,7 +444,7 @@ def bench(
             write_json(json_file, plan.to_dict())
             return
         click.echo(plan.summary(), err=True)  # as progress is; the results are on stdout
-        result = plan.run(on_tile=on_tile)
+        result = plan.run(on_tile=on_tile, throughput=throughput)
     click.echo(result.text())
     click.echo(f"wrote {', '.join(map(str, _write(result, folder)))}")
     write_csv(result)

@@ -55,6 +55,7 @@ class TrainedTile:
     metrics: Mapping[str, np.ndarray]  # name -> (T,) or (T, E); one of them is `diverged`, booleans
     snapshots: np.ndarray | None = None  # (T, S, D) float32, the weights after the epochs of `Manifest.snapshots`
     hits: np.ndarray | None = None  # (T, m) booleans: which test images the network classifies rightly
+    speed: float | None = None  # images per second at evaluation; not stored, since the bytes of a shard are repeatable
 
 
 def shard_file(path: Path, tile: int) -> Path:

@@ -23,6 +23,7 @@ import numpy as np
 
 from weightscope import training
 from weightscope._util import atomic
+from weightscope._util.environment import environment
 from weightscope._util.progress import Bar
 from weightscope._util.trust import trusting
 from weightscope._util.workers import TilesFailed, WorkerDied, Workers, chosen_workers, spread
@@ -108,6 +109,7 @@ class TileResult:
     tile: int
     seconds: float  # that its worker took
     name: str  # of the population: that of its folder, or the arm of a benchmark, `default, 3 epochs`
+    speed: Mapping[str, Any] | None = None  # `images_per_second` at evaluation, and `measured_on`; None if not measured
 
     @property
     def networks(self) -> range:
@@ -159,11 +161,12 @@ def train(
                 task = partial(train_shard, training.train_tile, absolute)
                 results = spread(task, todo, workers.on_device(begun[0].device, len(todo)), _named)
                 with contextlib.closing(results), _Bar(total, kept, show=progress, desc=label) as bar:
-                    for (at, tile), seconds in results:
+                    for (at, tile), (seconds, speed) in results:
                         request = begun[at]
                         bar.update(request.manifest.rows(tile))
                         if on_tile is not None:
-                            on_tile(TileResult(request.manifest, request.path, tile, seconds, request.path.stem))
+                            name = request.path.stem
+                            on_tile(TileResult(request.manifest, request.path, tile, seconds, name, speed))
         for request in begun:
             if shard is None or shards.tiles_done(request.path, request.manifest) == request.manifest.tiles:
                 manifests.record_size(request.path, request.manifest)
@@ -185,9 +188,14 @@ def _named(item: Item) -> str:
     return f"tile {item[1]} of population {item[0]}" if item[0] else f"tile {item[1]}"
 
 
-def train_shard(train_tile: Callable[..., TrainedTile], requests: Sequence[Request], item: Item) -> float:
-    """The task of a worker: train one tile and write its shard, unless it is there; returns the seconds it took."""
-    begun, (at, tile) = time.perf_counter(), item
+def train_shard(
+    train_tile: Callable[..., TrainedTile], requests: Sequence[Request], item: Item
+) -> tuple[float, dict[str, Any] | None]:
+    """The task of a worker: train one tile and write its shard, unless it is there.
+
+    Returns the seconds it took, and the speed of evaluations where it was measured.
+    """
+    begun, speed, (at, tile) = time.perf_counter(), None, item
     request = requests[at]
     if not shards.is_done(request.path, request.manifest, tile):  # by another run, or a worker that was lost
         with trusting(request.trust):
@@ -202,7 +210,11 @@ def train_shard(train_tile: Callable[..., TrainedTile], requests: Sequence[Reque
                 data_hash=request.manifest.inputs[f"data {request.recipe.data.name}"],
             )
         shards.save(request.path, request.manifest, trained, device, kernels.comparison)
-    return time.perf_counter() - begun
+        if trained.speed is not None:
+            about = environment(request.device)
+            machine = about["gpu"]["name"] if "gpu" in about else f"one thread of {about['processor']}"
+            speed = {"images_per_second": trained.speed, "measured_on": f"{machine}, tiles of {request.manifest.tile}"}
+    return time.perf_counter() - begun, speed
 
 
 def _scan(request: Request, shard: int | None) -> tuple[list[int], int]:

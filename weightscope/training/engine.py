@@ -39,7 +39,8 @@ from weightscope.training.optimiser import BatchedAdamW, Plateau, schedule_facto
 class Batches(Protocol):
     """What the engine needs of the data: the batches of T networks.
 
-    `hits`, (T, m) booleans of m test images after `evaluate`, are stored if there are any.
+    `hits`, (T, m) booleans of m test images after `evaluate`, are stored if there are any; `speeds` are the images per
+    second of each evaluation.
     """
 
     batch: int
@@ -193,7 +194,9 @@ class TileRun:
         snapshots = np.stack(self.snapshots, axis=1) if self.snapshot_steps else None
         hits = getattr(self.batches, "hits", None)
         hits = None if hits is None else hits.cpu().numpy()
-        return TrainedTile(self.tile, weights, metrics, snapshots, hits=hits)
+        later = getattr(self.batches, "speeds", [])[1:]  # the first evaluation allocates, and may compile
+        speed = float(np.median(later)) if later else None
+        return TrainedTile(self.tile, weights, metrics, snapshots, hits=hits, speed=speed)
 
     def _weights(self) -> np.ndarray:
         """What is stored of the weights, (T, D): of the average, if there is one."""

@@ -1,5 +1,6 @@
 """The batches of images: random numbers, augmentation, mixing, labels, a teacher, and the evaluation."""
 
+import time
 from collections.abc import Sequence
 
 import numpy as np
@@ -45,6 +46,7 @@ class ImageBatches:
         self.steps = len(self.images) // self.batch
         root = recipe.population.seed
         self.streams = {purpose: [numpy_generator(root, k, purpose) for k in ids] for purpose in _PURPOSES}
+        self.speeds: list[float] = []  # test images times networks per second, of each evaluation
 
     def draw(self) -> dict[str, Tensor]:
         """The numbers of the next epoch, a row for each step.
@@ -126,6 +128,10 @@ class ImageBatches:
         calibration = self.images[: self.batch * CALIBRATION_BATCHES].split(self.batch)
         self.nets.calibrate([normalise(part, self.mean, self.std).to(self.dtype) for part in calibration])
         self.nets.eval()
+        clock = time.thread_time if self.device.type == "cpu" else time.perf_counter  # a CPU may be busy with others
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        begun = clock()
         loss = torch.zeros(self.nets.count, device=self.device)
         right = []
         for start in range(0, len(self.test_images), EVALUATION_IMAGES):
@@ -135,6 +141,8 @@ class ImageBatches:
             loss -= F.log_softmax(logits, dim=2)[:, torch.arange(len(labels), device=self.device), labels].sum(1)
             right.append(hits(logits, labels).bool())
         self.hits, count = torch.cat(right, dim=1), len(self.test_images)
+        loss.cpu()  # after the last pass on a GPU
+        self.speeds.append(self.nets.count * count / (clock() - begun))
         return {"test_loss": loss / count, "test_accuracy": self.hits.sum(1) / count}
 
 
