@@ -210,7 +210,8 @@ def _gain(text: str) -> float | str:
 
 @command("fit-init")
 @click.argument("sources", type=Named(), nargs=-1, required=True)
-@out_option("The artifact (.safetensors).", type=OutputFile(".safetensors"))
+@out_option("The artifact (.safetensors); with --explain, Python (.py).", type=OutputFile(".safetensors", ".py"))
+@click.option("--explain", is_flag=True, help="State a population's distribution in few terms, as Python code.")
 @click.option(
     "--structure",
     type=Named("structures", files=False),
@@ -259,6 +260,7 @@ def fit_init(
     context: click.Context,
     sources: tuple[str, ...],
     out: Path,
+    explain: bool,
     structure: str,
     texts: tuple[str, ...],
     gain: float | str | None,
@@ -276,6 +278,9 @@ def fit_init(
     several networks of any widths and depths are pooled, and all matrices of their blocks are set unless --select says
     which (docs/whole-network.md).
 
+    --explain writes an initialiser of ten lines: the means and scales of all tensors in blocks (or --select), and the
+    terms (a correlation of two tensors, the scale of a tensor's column means) that held-out networks confirm.
+
     --gain auto trains networks of the population's recipe with each of several gains, on a part of the training images,
     and also writes the curve as a picture (NAME-gain.png) and the trainings into a folder (NAME-gain); --data,
     --device and --gain-* are for these trainings, --workers, --backend and --scheduler for them, too.
@@ -284,6 +289,7 @@ def fit_init(
     Examples:
       weightscope fit-init digits.pop -o digits-mlp.safetensors
       weightscope fit-init digits.pop --structure exchangeable --joint all --gain auto -o digits.safetensors
+      weightscope fit-init digits.pop --explain -o start.py
       weightscope fit-init efficientnet-lite0.pth --structure filters --option kernel=5 -o filters.safetensors
       weightscope fit-init hf://facebook/dinov2-small --structure identity_product -o products.safetensors
       weightscope fit-init hf://facebook/dinov2-small --structure exchangeable --gain 4 -o vit.safetensors
@@ -306,14 +312,19 @@ def fit_init(
         source = maybe_partial(source, partial, at)
         source = source if isinstance(source, Population) else Population(source)
         source = source if len(source) > 1 else f"{source.path}::0"  # an imported network
+    if explain is not (out.suffix == ".py"):
+        raise UsageError(f"-o: expected .py with --explain and .safetensors without, found {out}")
     kind = "networks" if structure == "exchangeable" else "one network"
     if isinstance(source, Population):
-        kind = "a population"
+        kind = "a population with --explain" if explain else "a population"
+    elif explain:
+        raise UsageError(f"--explain: expected a population, found {sources[0]}")
     elif len(sources) > 1 and kind == "one network":
         raise UsageError(f"--structure {structure}: expected one source, found {len(sources)}")
     special = {"at": at is not None, "partial": partial, "gain auto": gain == "auto"}
     used = [*given, *(name for name, holds in special.items() if holds)]
-    refuse_others(used, _FITTED[kind], f"to {kind} with --structure {structure}")
+    used += ["structure"] if explain and structure != "auto" else []
+    refuse_others(used, _FITTED[kind], f"to {kind}" + ("" if explain else f" with --structure {structure}"))
     options = parsed_options(texts) | ({} if gain in (None, "auto") else {"gain": gain})
     curve: dict[str, Any] = {}
     result: Any
@@ -328,6 +339,10 @@ def fit_init(
         choice.plot(picture)
         click.echo(f"{choice.text()}\nwrote {picture}\n")
         result, curve = choice.fit, {"gain": choice.to_dict()}
+    elif explain:
+        from weightscope.fits.terms import explain as explained
+
+        result = explained(source, **given)
     elif kind == "a population":
         from weightscope.fits.fitting import fit
 
@@ -347,13 +362,14 @@ def fit_init(
         result = fit_network(source, structure, **options)
     click.echo(result.text())
     result.save(out)
-    click.echo(f"wrote {out}")
+    click.echo(f"wrote {out}" + (f"; try it: weightscope bench RECIPE --init {out.stem}:start" if explain else ""))
     write_json(json_file, result.to_dict() | curve)
 
 
 # What is fitted -> the options that go with it.
 _FITTED = {
     "a population": ("select", "joint", "holdout", "seed", "permutations", "workers", "at", "partial", "gain auto"),
+    "a population with --explain": ("select", "permutations", "at", "partial"),
     "networks": ("select", "scale"),
     "one network": ("heads", "layout", "code"),
 }

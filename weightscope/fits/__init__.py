@@ -6,6 +6,7 @@ structure          the contract of a fitted distribution (`Structure`); one file
   separable        Kronecker products, the matrix normal
   exchangeable     whole networks; `resizing` takes it to other widths and depths
 fitting            `fit`: structures fitted to a population, compared by held-out likelihood
+terms              `explain`: the shortest statement of what `exchangeable` fits, as a file of ten lines
 pretrained         `fit_pretrained`: exchangeable, fitted to one network or to several
 one_network        `fit_network`: filters, conv_schedule (`filters`) and identity_product fitted to one network
 artifact           the file of a fit, and fits to one network; `population_fit`: those to a population, `load_artifact`

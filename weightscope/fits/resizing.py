@@ -18,7 +18,7 @@ from weightscope.spec import WeightSpec
 from weightscope.statistics.exchangeable import invariant_parts
 from weightscope.statistics.permutations import InvariantType, PermutationSpec, View, bare, is_signed, pairs_of
 
-_BLOCK = re.compile(r"(?P<stack>(?:.*\.)?(?:blocks|layers?)\.)(?P<index>\d+)(?P<rest>\..+)")
+BLOCK = re.compile(r"(?P<stack>(?:.*\.)?(?:blocks|layers?)\.)(?P<index>\d+)(?P<rest>\..+)")
 _EMBEDDING = re.compile(r"(.*\.)?(embed_tokens|word_embeddings|wte)\.weight")  # default std 1 at any width
 
 
@@ -57,7 +57,7 @@ def tensors_by_depth(source: WeightSpec, target: WeightSpec) -> dict[str, str]:
     mine, theirs = depths(source), depths(target)
     out = {}
     for name in target.names:
-        found, origin = _BLOCK.fullmatch(name), name
+        found, origin = BLOCK.fullmatch(name), name
         if found and (stack := found["stack"]) in mine:
             index = floor(int(found["index"]) * (mine[stack] - 1) / max(1, theirs[stack] - 1) + 0.5)
             origin = f"{stack}{index}{found['rest']}"
@@ -165,7 +165,7 @@ def _missing(structure: Exchangeable, network: WeightSpec, taken: set[str]) -> d
     mine, theirs = depths(structure.network), depths(network)
     out = {}
     for name in structure.spec.names:
-        found = _BLOCK.fullmatch(name)
+        found = BLOCK.fullmatch(name)
         left_out = found and mine[found["stack"]] != theirs.get(found["stack"], mine[found["stack"]])
         if name not in taken and not left_out:
             out[name] = "is missing"
@@ -176,7 +176,7 @@ def depths(network: WeightSpec) -> dict[str, int]:
     """Stack of blocks -> how many there are."""
     out: dict[str, int] = {}
     for name in network.names:
-        if found := _BLOCK.fullmatch(name):
+        if found := BLOCK.fullmatch(name):
             out[found["stack"]] = max(out.get(found["stack"], 0), int(found["index"]) + 1)
     return out
 
@@ -224,12 +224,12 @@ def _problem(view: View, origin: View | None) -> str | None:
 
 def in_blocks(names: Iterable[str]) -> list[str]:
     """The names of tensors in numbered blocks."""
-    return [name for name in names if _BLOCK.fullmatch(name)]
+    return [name for name in names if BLOCK.fullmatch(name)]
 
 
 def block_of(name: str) -> str:
     """The block of a tensor, `stages.0.blocks.2`; empty outside blocks."""
-    found = _BLOCK.fullmatch(name)
+    found = BLOCK.fullmatch(name)
     return f"{found['stack']}{found['index']}" if found else ""
 
 

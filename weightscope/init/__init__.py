@@ -19,6 +19,7 @@ Errors come before the first write: AnatomyError if the module (or source) has n
 cannot be read, UsageError if an argument is invalid or selects nothing, SpecError if a source does not fit.
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from weightscope.init.attention import mimetic_attention_ as mimetic_attention_
@@ -62,20 +63,20 @@ if TYPE_CHECKING:
     from weightscope.init.from_artifact import NetworkInit as NetworkInit
     from weightscope.init.from_artifact import PopulationInit as PopulationInit
     from weightscope.init.from_artifact import load_init as load_init
+    from weightscope.init.terms import from_terms_ as from_terms_
 
 # Fitted structures need SciPy, which takes a second to import.
-_ARTIFACT = ("InitReport", "NetworkInit", "PopulationInit", "load_init")
+_FITTED = dict.fromkeys(("InitReport", "NetworkInit", "PopulationInit", "load_init"), "from_artifact")
+_FITTED["from_terms_"] = "terms"
 
 __all__ = [
     *("INITIALISERS", "compose", "conv_covariance", "get", "parameters"),
-    *_ARTIFACT,
+    *_FITTED,
     *(f"{name}_" for name in INITIALISERS),
 ]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _ARTIFACT:
+    if name not in _FITTED:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from weightscope.init import from_artifact
-
-    return getattr(from_artifact, name)
+    return getattr(import_module(f"weightscope.init.{_FITTED[name]}"), name)

@@ -1,0 +1,47 @@
+"""Weights drawn from a distribution that is stated in terms, as `weightscope.fits.terms.explain` finds them."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from weightscope.anatomy.permutation_groups import permutation_spec
+from weightscope.fits.population_fit import Group, PopulationFit
+from weightscope.fits.terms import structure_of
+from weightscope.init.base import Generator, M
+from weightscope.init.from_artifact import PopulationInit
+from weightscope.spec import WeightSpec
+
+
+def from_terms_(
+    module: M,
+    *,
+    scales: Mapping[str, tuple[Sequence[float], Sequence[float]]],
+    terms: Sequence[Sequence[Any]],
+    gain: float = 1.0,
+    generator: Generator = None,
+) -> M:
+    """Gaussian weights with stated means, standard deviations and correlations.
+
+    See `weightscope.fits.terms` for the form of terms; `weightscope fit-init POPULATION --explain` writes them.
+
+    Args:
+        scales: pattern of a tensor (`"blocks.*.mlp.fc1.weight"`) -> mean and std, each a list of numbers that are
+            interpolated over relative depth; of weights and biases of layers, in units of 1 / sqrt(3 fan_in).
+        terms: `(a, b, along, where, values)`.
+        gain: factor of the correlations, clipped at +-0.9.
+
+    Raises:
+        SpecError: if the module has no tensor for a pattern or term.
+
+    Example:
+        >>> scales = {"blocks.*.attn.qkv.weight[v]": ([0], [1]), "blocks.*.attn.proj.weight": ([0], [1])}
+        >>> term = ("blocks.*.attn.qkv.weight[v]", "blocks.*.attn.proj.weight", "channels x vo", "same block", [-0.5])
+        >>> from_terms_(vit, scales=scales, terms=[term])
+    """
+    assert isinstance(module, nn.Module)
+    spec = WeightSpec.of(module)
+    structure = structure_of(spec, permutation_spec(spec), scales, terms, gain)
+    group = Group("all", structure.spec, structure)
+    found = PopulationFit(structure.spec, (group,), (), 0, 0, {}, {})
+    return PopulationInit(found)(module, generator=generator)
