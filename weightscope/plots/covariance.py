@@ -36,7 +36,7 @@ def covariance_map(
     digits and printed at the colour bar; zero is white. A matrix with more than `cells` coordinates is averaged over
     cells that do not cross block borders (see `pool`); cells on the diagonal then show the mean variance. Where they
     do not divide the rows of a tensor, its stripes become hatching: give as many `cells` as coordinates to see them.
-    All cells are drawn in one size, of at least a pixel. Coordinates without variance have no correlations and are grey.
+    All cells have one size, of at least a pixel. Coordinates without variance have no correlations and are grey.
 
     With `groups`, the picture is the covariance or correlation matrix of the groups' means, such as the means of a
     matrix's columns; for correlations, entries are first divided by their standard deviations. Averaging hundreds of
