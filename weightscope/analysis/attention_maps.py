@@ -11,14 +11,13 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import numpy as np
 import torch
 import torch.nn.functional as F
-from scipy.special import softmax
 from torch import Tensor, nn
 
 from weightscope._util.checks import choice, count, odd
 from weightscope._util.progress import DELAY, Bar
 from weightscope._util.results import Result, row_table
 from weightscope._util.threads import one_thread
-from weightscope.anatomy import AttentionPart, attention, chosen_layers, patch_embeddings, positions
+from weightscope.anatomy import AttentionPart, ModuleTensors, attention, chosen_layers, patch_embeddings, positions
 from weightscope.anatomy.embedding import Offset, TokenGrid
 from weightscope.errors import AnatomyError, DataError, UsageError
 from weightscope.networks.sequences import CausalAttention, rotated
@@ -487,15 +486,20 @@ def _recorded(
 
 
 def _run(model: nn.Module, batch: Tensor, forward: Callable[[nn.Module, Tensor], Any]) -> None:
-    reference = next((p for p in model.parameters() if p.is_floating_point()), batch)
     try:
-        forward(model, batch.to(reference.device, reference.dtype if batch.is_floating_point() else batch.dtype))
+        forward(model, _placed(model, batch))
     except (RuntimeError, ValueError, AssertionError, IndexError) as error:
         if isinstance(error, UsageError):
             raise
         reason = str(error).strip().split("\n")[0] or type(error).__name__
         what = "images" if batch.is_floating_point() else "sequences"
         raise DataError(f"the model failed on {what} {tuple(batch.shape)}: {reason}") from error
+
+
+def _placed(model: nn.Module, batch: Tensor) -> Tensor:
+    """Inputs on the device and, if they are images, in the data type of a model."""
+    reference = next((p for p in model.parameters() if p.is_floating_point()), batch)
+    return batch.to(reference.device, reference.dtype if batch.is_floating_point() else batch.dtype)
 
 
 # --- the analysis ----------------------------------------------------------------------------------------------------
@@ -569,7 +573,9 @@ def attention_maps(
     count("batch_size", batch_size)
     batch = _checked(inputs)
     sequences = batch.ndim == 2
-    parts, skipped = _usable(model, config)
+    # On these images, which may be smaller than those of the model's config.
+    example = _placed(model, batch[:1]) if forward is None else None
+    parts, skipped = _usable(model, ModuleTensors(model, config, example))
     parts = chosen_layers(parts, layers)
     patch = None if sequences else _patch(model, batch)
     found = _recorded(model, parts, batch.split(batch_size), patch, forward or (lambda model, x: model(x)))
@@ -607,9 +613,9 @@ def _checked(inputs: Any) -> Tensor:
     return batch
 
 
-def _usable(model: nn.Module, config: Mapping[str, Any] | None) -> tuple[list[AttentionPart], dict[str, str]]:
+def _usable(model: nn.Module, tensors: ModuleTensors) -> tuple[list[AttentionPart], dict[str, str]]:
     reasons, modules = {}, dict(model.named_modules(remove_duplicate=False))
-    parts = attention(model, config, strict=None)
+    parts = attention(tensors, strict=None)
     for part in parts:
         if part.kind != "self":
             reasons[part.name] = "it is cross-attention"
@@ -669,4 +675,4 @@ def expected_map(codes: np.ndarray, beta: np.ndarray, scale: float) -> np.ndarra
     """
     n, d = codes.shape
     logits = scale * np.asarray(beta, dtype=np.float64)[:, None, None] * (codes @ codes.T + d * np.eye(n))
-    return softmax(logits, axis=-1)
+    return torch.softmax(torch.from_numpy(logits), -1).numpy()

@@ -15,17 +15,20 @@ _SIZES = (64, 32, 224, 28, 16, 8, 96, 128, 256, 384, 512)
 _LIKE_TOKENS = ("key", "value", "k", "v", "context", "memory", "encoder_hidden_states", "key_value_states")
 
 
-def traces(module: nn.Module, path: str, failed: dict[str, str]) -> Iterator[tuple[str, Tracer]]:
+def traces(
+    module: nn.Module, path: str, failed: dict[str, str], example: Tensor | None = None
+) -> Iterator[tuple[str, Tracer]]:
     """The traces, with their paths, of a module and of those in it that it did not call (all if no input is known).
 
-    `failed` gets the first line of the first error of each module that no input suits.
+    `failed` gets the first line of the first error of each module that no input suits; an `example` is tried first.
     """
     if sum(p.ndim > 1 for p in module.parameters()) < 2:  # a lone layer
         return
     used: set[int] = set()
     if type(module).forward is not nn.Module.forward:  # else a container, which is never called
         copied = without_hooks(module)
-        for args, kwargs in inputs(module):
+        copied.__dict__.setdefault("example_input_array", example)
+        for args, kwargs in inputs(copied):
             try:
                 tracer = traced(copied, args, kwargs)
             except Exception as error:  # noqa: BLE001 - a foreign module refuses this kind of input

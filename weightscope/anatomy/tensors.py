@@ -140,10 +140,16 @@ Model = nn.Module | Mapping[str, Any] | NamedTensors | str | Path
 
 
 class ModuleTensors(NamedTensors):
-    """The effective parameters and buffers of an `nn.Module`, in order; `config` counts before its attributes."""
+    """The effective parameters and buffers of an `nn.Module`, in order; `config` counts before its attributes.
 
-    def __init__(self, module: nn.Module, config: Mapping[str, Any] | None = None) -> None:
+    An `example` is an input with which it can be traced.
+    """
+
+    def __init__(
+        self, module: nn.Module, config: Mapping[str, Any] | None = None, example: Tensor | None = None
+    ) -> None:
         self.module, computed = plain(module)
+        self.example = example
         self.config, self._computed = dict(config or {}), {one.name for one in computed}
         self._modules = dict(self.module.named_modules(remove_duplicate=False))
         self._tensors = {}

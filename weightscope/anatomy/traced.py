@@ -49,7 +49,7 @@ def _read(tensors: ModuleTensors) -> Reading:
     found: dict[str, dict[Any, Place]] = {kind: {} for kind in _KINDS}
     used: set[str] = set()
     failed: dict[str, str] = {}
-    for path, tracer in traces(tensors.module, "", failed):
+    for path, tracer in traces(tensors.module, "", failed, tensors.example):
         prefix = f"{path}." if path else ""
         used |= {prefix + tracer.names[n] for node in tracer.nodes if node is not None for n in node.parameters}
         masked = _takes_a_mask(tensors.module.get_submodule(path))
