@@ -53,6 +53,10 @@ _DECOMPOSITIONS = get_decompositions([getattr(torch.ops.aten, name) for name in 
 class Recorder(TorchDispatchMode):
     """Records the operations that are run, with tensors replaced by numbers."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # what runs here is not compiled; else torch imports its compiler, which takes a second
+
     def __init__(self) -> None:
         super().__init__()
         self.steps: list[Step] = []

@@ -116,6 +116,10 @@ SEVERAL, OFFSET = 1 << 62, 1 << 61
 class Tracer(TorchDispatchMode):
     """Follows the numbers of one forward pass; `nodes` is what it found, in order."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # what runs here is not compiled; else torch imports its compiler, which takes a second
+
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.nodes: list[Node | None] = [None]

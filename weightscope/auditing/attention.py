@@ -9,8 +9,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
-from scipy import optimize, stats
+from scipy import optimize, special
 from torch import Tensor
 
 from weightscope._util.checks import choice
@@ -265,7 +266,8 @@ def _maps(
 ) -> Iterator[Check]:
     q, k = part.read("q").cpu().double(), part.read("k").cpu().double()
     targets = torch.stack([tokens.targets(offset) for offset in known])  # (offsets, N)
-    most = max(math.ceil(part.heads / len(known)), stats.binom.isf(_RARE, part.heads, 1 / len(known)))
+    rare = special.bdtrc(np.arange(part.heads + 1), part.heads, 1 / len(known)) <= _RARE  # that more heads have it
+    most = max(math.ceil(part.heads / len(known)), int(rare.argmax()))
     used: dict[Offset, int] = {}
     peaks = PEAKS if sharp else BLUNT_PEAKS
     for head in range(part.heads):
@@ -277,7 +279,7 @@ def _maps(
         used[known[best]] = used.get(known[best], 0) + 1
         copies = sum(torch.equal(q[head], q[h]) and part.kv_heads == part.heads for h in range(head))
         # Of an untouched head's tokens, one in N has its largest weight at a given target.
-        chance = float(stats.binom.sf(math.ceil(peaks * len(valid)) - 1, len(valid), 1 / tokens.total))
+        chance = float(special.bdtrc(math.ceil(peaks * len(valid)) - 1, len(valid), 1 / tokens.total))
         share, untouched = float(hits[best].sum()) / len(valid), 1 - min(1.0, len(known) * chance)
         rows: list[tuple[str, float, float, float, dict[str, float]]] = [
             ("peaks", share, peaks, 1.0, {UNTOUCHED: untouched}),

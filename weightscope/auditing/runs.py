@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from scipy import special, stats
+from scipy import special
 from torch import Tensor, nn
 
 from weightscope._util.torch_random import seeded
@@ -302,7 +302,7 @@ def _spread(draws: Sequence[float]) -> tuple[float, float]:
 
 def _interval(n: int, mean: float, sd: float, level: float) -> tuple[float, float]:
     """The interval that one more draw beside n leaves with the probability `level`."""
-    half = float(stats.t.isf(level / 2, n - 1)) * sd * math.sqrt(1 + 1 / n)
+    half = -float(special.stdtrit(n - 1, level / 2)) * sd * math.sqrt(1 + 1 / n)
     return mean - half, mean + half
 
 

@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any, Self
 
 import numpy as np
-from scipy import stats
+from scipy import special
 from scipy.linalg import cholesky, solve_triangular
 
 from weightscope._util.checks import choice, number
@@ -81,7 +81,7 @@ class Amplification:
         else:
             # four standard errors, or as much of Student's t where these are estimated from few networks; those of
             # one or two networks are no estimates over networks
-            wider = 1.0 if found.networks < 3 else float(stats.t.isf(stats.norm.sf(4.0), found.networks - 1)) / 4
+            wider = 1.0 if found.networks < 3 else -float(special.stdtrit(found.networks - 1, special.ndtr(-4.0))) / 4
             independent = np.full(errors.shape, np.sqrt(max(1.0, effect) / found.samples))
             errors = np.where(np.isfinite(found.errors), found.errors * wider, independent)
         matrix, done = amplified(correlation, errors, gain)

@@ -186,10 +186,16 @@ def pool(
     group[order] = np.repeat(index, np.diff(edges))
     sums = np.zeros((len(starts), len(starts)))
     for first in range(0, len(matrix), _ROWS):
-        rows = np.asarray(matrix[first : first + _ROWS], dtype=np.float64)
-        rows = np.where(missing[first : first + _ROWS, None] | missing, 0.0, rows / scale)
+        rows = np.take(matrix[first : first + _ROWS], order, axis=1).astype(np.float64, copy=False)
+        rows[missing[first : first + _ROWS]] = 0.0
+        rows[:, missing[order]] = 0.0
+        rows /= scale[order]
         rows /= scale[first : first + _ROWS, None]
-        np.add.at(sums, group[first : first + _ROWS], np.add.reduceat(rows[:, order], starts, axis=1))
+        # np.add.at takes as long as all the rest.
+        by = np.argsort(group[first : first + _ROWS], kind="stable")
+        here = group[first : first + _ROWS][by]
+        at = np.flatnonzero(np.diff(here, prepend=-1))
+        sums[here[at]] += np.add.reduceat(np.add.reduceat(rows, starts, axis=1)[by], at)
     counted = np.add.reduceat((~missing[order]).astype(np.float64), starts)
     counts = np.outer(counted, counted)
     own = np.add.reduceat(np.where(missing, 0.0, np.diagonal(matrix) / scale**2)[order], starts)

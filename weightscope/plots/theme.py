@@ -143,6 +143,7 @@ _SETTINGS: dict[str, Any] = {
     "axes.titlepad": 8.0,
     "axes.spines.top": False,
     "axes.spines.right": False,
+    "axes.axisbelow": True,
     "axes.linewidth": 0.8,
     "axes.edgecolor": INK,
     "axes.labelcolor": INK,
@@ -163,6 +164,9 @@ _SETTINGS: dict[str, Any] = {
     "grid.linewidth": 0.7,
     "lines.linewidth": 1.6,
     "lines.markersize": 5.0,
+    "lines.solid_capstyle": "round",
+    "patch.edgecolor": "w",
+    "patch.force_edgecolor": True,
     "image.interpolation": "nearest",
     "svg.hashsalt": "weightscope",
     "svg.fonttype": "path",
@@ -173,9 +177,7 @@ _SETTINGS: dict[str, Any] = {
 @contextlib.contextmanager
 def themed() -> Iterator[None]:
     """Apply the style within the block, or while a decorated drawing function runs, and restore the settings after."""
-    import seaborn  # takes half a second, which only figures need
-
-    with one_thread(), matplotlib.style.context(["default", seaborn.axes_style("ticks"), _SETTINGS]):
+    with one_thread(), matplotlib.style.context(["default", _SETTINGS]):
         yield
 
 
