@@ -371,4 +371,7 @@ def test_the_command_refuses_options_that_do_not_apply(
     with pytest.raises(SystemExit) as stop:
         main(["covariance", str(tmp_path), "--exchangeable", option])
     assert stop.value.code == 2
-    assert "does not apply with --exchangeable, which takes --select, --permutations" in capsys.readouterr().err
+    assert (
+        "does not apply with --exchangeable, which takes --select, --computed, --fold-norms, --permutations"
+        in capsys.readouterr().err
+    )

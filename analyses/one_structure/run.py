@@ -15,12 +15,11 @@ import argparse
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from filter_mlp import Magnitude, filter_mlp_correlation
+from scipy.special import stdtr, stdtrit
 
 from weightscope._util.arms import CONTROLS
 from weightscope._util.environment import environment
@@ -32,6 +31,7 @@ from weightscope.fits.fitting import fit, fit_each
 from weightscope.init.named import labelled
 from weightscope.population import Population
 from weightscope.recipe import InitConfig, Recipe
+from weightscope.statistics.exchangeable import Pair
 from weightscope.training.collection import collect
 
 HERE = Path(__file__).parent
@@ -80,11 +80,12 @@ class Case:
         }
 
 
-MAGNITUDES: dict[Magnitude, str] = {
-    "": "central pixel and diag(W2 W1)",
-    "diagonal": "central pixel and |diag(W2 W1)|",
-    "both": "|central pixel| and |diag(W2 W1)|",
+MAGNITUDES = {  # thesis Fig. 3.40: scheme -> two computed coordinates of a block
+    "central pixel and diag(W2 W1)": ("centre-pixel", "mlp-diagonal"),
+    "central pixel and |diag(W2 W1)|": ("centre-pixel", "|mlp-diagonal|"),
+    "|central pixel| and |diag(W2 W1)|": ("|centre-pixel|", "|mlp-diagonal|"),
 }
+COMPUTED = ("centre-pixel", "mlp-diagonal", "abs:centre-pixel", "abs:mlp-diagonal")
 FILTERS = InitConfig.model_validate({"name": "conv_covariance", "preset": "cifar-patch2"})
 CONVNEXT = ("mimetic_mlp(b=0.3)", FILTERS, "mimetic_conv_mlp", "mimetic_first_last_mlp")
 CONVNEXTS = Recipe.load(ROOT / "populations/digits-convnext.toml").replace({"training.epochs": 12})
@@ -144,12 +145,14 @@ def table(population: Population, architecture: str) -> list[dict[str, Any]]:
         size = {"value": pair.correlation, "ci95": list(pair.ci95), "z": float(pair.z), "p": pair.p}
         rows.append({"scheme": scheme, "what": "correlation", "a": a, "b": b, "groups": list(pair.groups)} | size)
     if architecture == "convnext":
-        for folded, magnitude in product((False, True), MAGNITUDES):
-            scheme = f"beyond covariances: {MAGNITUDES[magnitude]}{' (folded)' if folded else ''}"
-            found = filter_mlp_correlation(population, magnitude, folded)
-            for block in (*found.blocks, found.total):
-                size = {"value": block.correlation, "ci95": list(block.ci95), "p_unadjusted": block.p}
-                rows.append({"scheme": scheme, "what": "correlation", "a": block.name} | size)
+        for folded in (False, True):
+            of = covariance_exchangeable(population, computed=COMPUTED, fold_norms=folded)
+            pairs = {(frozenset((p.a, p.b)), len(p.groups)): p for p in of.pairs()}
+            for scheme, names in MAGNITUDES.items():
+                blocks = [f"stages.0.blocks.{i}" for i in range(population.recipe.network.depth)]
+                found = [pairs[frozenset(f"{block}.{name}" for name in names), 1] for block in blocks]
+                for block, size in zip([*blocks, "all blocks"], _over_blocks(found, of.n), strict=True):
+                    rows.append({"scheme": f"beyond covariances: {scheme}{' (folded)' * folded}", "a": block} | size)
     for tensor in population.spec.tensors:
         shape = tensor.shape
         if len(shape) == 4 and shape[1] == 1 and "blocks" in tensor.name:
@@ -162,6 +165,16 @@ def table(population: Population, architecture: str) -> list[dict[str, Any]]:
                 scheme = {"scheme": f"stripes: {what} {kind} means", "a": tensor.name}
                 rows.append(scheme | _means(matrices, axis))
     return rows
+
+
+def _over_blocks(pairs: list[Pair], n: int) -> Iterator[dict[str, Any]]:
+    """The correlation of each block, and their mean, with blocks of one network as independent."""
+    sizes = np.array([pair.correlation for pair in pairs])
+    errors = (1 - sizes**2) * np.arctanh(sizes) / [pair.z for pair in pairs]
+    for r, error in zip([*sizes, sizes.mean()], [*errors, np.sqrt((errors**2).sum()) / len(errors)], strict=True):
+        half = -float(stdtrit(n - 1, 0.025)) * error
+        p = float(2 * stdtr(n - 1, -abs(r) / error))
+        yield {"what": "correlation", "value": float(r), "ci95": [float(r - half), float(r + half)], "p_unadjusted": p}
 
 
 def _weights(population: Population, name: str) -> np.ndarray:

@@ -1,5 +1,8 @@
 """`covariance_across`: the joint covariance of tensors over the networks of a population; its leading eigenpairs."""
 
+import contextlib
+import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from fnmatch import fnmatchcase
@@ -8,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, get_args
 
 import numpy as np
+from scipy.special import stdtrit
 
 from weightscope._util import outputs
 from weightscope._util.checks import choice
@@ -15,7 +19,8 @@ from weightscope._util.results import Result
 from weightscope._util.sources import is_population
 from weightscope._util.threads import one_thread
 from weightscope._util.workers import Workers
-from weightscope.errors import DataError, UsageError
+from weightscope.analysis.computed import coordinates_of
+from weightscope.errors import AnatomyError, DataError, UsageError
 from weightscope.spec import WeightSpec
 from weightscope.statistics.coordinates import Coordinates, Function
 from weightscope.statistics.eigenpairs import Eigenpairs, top_eigenpairs
@@ -28,6 +33,8 @@ from weightscope.statistics.mlps import (
     transposed_terms,
 )
 from weightscope.statistics.moments import BLOCK, EntryMoments, Moments, Precision, finite_rows
+from weightscope.statistics.permutation_rules import permutations_by_name
+from weightscope.statistics.permutations import bare
 from weightscope.statistics.samples import WeightSamples, ahead, over_parts, usable_chunks
 
 if TYPE_CHECKING:
@@ -38,6 +45,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 Kind = Literal["covariance", "correlation"]
 _MLP = "*.mlp.fc?.weight"
+_GROUPS = 4096  # in a picture
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -56,6 +64,8 @@ class PopulationCovariance(Result):
     stripes: dict[str, StripeResult] = field(default_factory=dict)  # by tensor with at least two axes
     # name of an MLP of which both matrices were selected -> the mean correlation of W1[i, j] with W2[j, i]
     transposed: dict[str, TransposedCorrelation] = field(default_factory=dict)
+    # computed coordinate -> mean over networks and units, its `ci95` over networks, and the `std` of its numbers
+    computed: dict[str, dict[str, Any]] = field(default_factory=dict)
     columns: ClassVar = {
         "tensor": "{tensor}",
         "variance of": "{means} means",
@@ -98,6 +108,10 @@ class PopulationCovariance(Result):
         for name, x in self.transposed.items():
             ends = f"{x.value:+.4f} ({x.ci95[0]:+.4f} to {x.ci95[1]:+.4f})"
             out.append(f"mean correlation of fc1[i, j] with fc2[j, i] of {name} over networks: {ends}")
+        out += [
+            f"mean of {name}: {x['mean']:+.3g} ({x['ci95'][0]:+.3g} to {x['ci95'][1]:+.3g}), std {x['std']:.3g}"
+            for name, x in self.computed.items()
+        ]
         if self.excluded:
             out.append(f"left out: {self.excluded}, diverged, not finite, or equal to an earlier network")
         if constant := self.diagnostics.get("constant"):
@@ -115,7 +129,7 @@ class PopulationCovariance(Result):
         }
         transposed = {name: asdict(found) for name, found in self.transposed.items()}
         blocks = {name: [part.start, part.stop] for name, part in self.blocks.items()}
-        return out | {"blocks": blocks, "stripes": stripes, "transposed": transposed}
+        return out | {"blocks": blocks, "stripes": stripes, "transposed": transposed, "computed": self.computed}
 
     def plot(
         self,
@@ -134,22 +148,22 @@ class PopulationCovariance(Result):
         """
         from weightscope import plots
 
-        cells = cells or plots.covariance.CELLS
-
         if means is None:
-            means = bool(self.stripes) or self.spec.size > cells
+            means = bool(self.stripes) or self.spec.size > (cells or plots.covariance.CELLS)
         kind = kind or ("correlation" if len(self.spec) > 1 else self.kind)
         title = f"{kind.capitalize()}{' of group means' if means else ''} over {self.networks()}"
-        groups = self.groups(cells) if means else None
-        return plots.finished(
-            plots.covariance_map(self.matrix, self.blocks, kind=kind, title=title, groups=groups, cells=cells), path
-        )
+        drawing: dict[str, Any] = {"cells": cells or plots.covariance.CELLS}
+        if means:
+            within = plots.covariance.chance(self.n) if kind == "correlation" else None
+            drawing = {"groups": self.groups(cells or _GROUPS), "within": within}
+        return plots.finished(plots.covariance_map(self.matrix, self.blocks, kind=kind, title=title, **drawing), path)
 
     def groups(self, most: int) -> dict[str, np.ndarray]:
-        """For `plots.covariance_map`: the entries of each matrix that differ in the hidden unit alone.
+        """For `plots.covariance_map`: the entries of each tensor that belong to one channel of the residual stream.
 
-        A vector's entries are groups of their own; the filters of a convolution are one group for each output channel.
-        If there were more than `most` groups, neighbours in large tensors are one group.
+        Channels are those of the permutation specification of the names; a tensor without is one group. Tensors of
+        unknown names are grouped by shape: a matrix by its shorter side, filters by output, a vector's entries are
+        groups of their own. If there were more than `most` groups, neighbours in large tensors are one group.
         """
         out = {}
         for tensor in self.spec.tensors:
@@ -159,6 +173,8 @@ class PopulationCovariance(Result):
             elif tensor.size:
                 units = axes[0] if len(axes) > 2 else tensor.size
                 out[tensor.name] = np.repeat(np.arange(units), tensor.size // units)
+        with contextlib.suppress(AnatomyError):
+            out |= _by_channel(self.spec)
         counts = {name: int(each.max()) + 1 for name, each in out.items()}
         if sum(counts.values()) > most:
             share = max(1, most // len(counts))
@@ -170,6 +186,26 @@ class PopulationCovariance(Result):
         stops = np.array([part.stop for part in self.blocks.values()])
         arrays = {"matrix": self.matrix, "mean": self.mean, "names": np.array(list(self.blocks)), "stops": stops}
         outputs.save_npz(path, arrays)
+
+
+def _by_channel(spec: WeightSpec) -> dict[str, np.ndarray]:
+    """Tensor -> the group of each entry (size,): its channel, in each view of a tensor on its own, or all entries.
+
+    None of a network without named channels; AnatomyError if the architecture is not known.
+    """
+    permutations = permutations_by_name(spec)
+    views = Counter(label for view in permutations.views for label in view.labels)
+    if not any(bare(label).startswith("channels") for label in views):
+        return {}
+    out = {view.tensor: np.full(spec[view.tensor].shape, -1) for view in permutations.views if view.labels}
+    for view in permutations.views:
+        if view.labels:
+            groups, units = out[view.tensor], np.zeros((1,) * len(view.shape), dtype=int)
+            if channels := sorted(label for label in view.labels if bare(label).startswith("channels")):
+                axis = view.axes.index(max(channels, key=views.__getitem__))
+                units = np.arange(view.shape[axis]).reshape([-1 if i == axis else 1 for i in range(len(view.shape))])
+            view.write(groups, np.broadcast_to(groups.max() + 1 + units, view.shape))
+    return {name: groups.reshape(-1) for name, groups in out.items()}
 
 
 def over_hidden_units(shape: Sequence[int]) -> np.ndarray:
@@ -187,7 +223,7 @@ def covariance_across(
     select: str | Sequence[str] | None = "auto",
     *,
     kind: Kind = "covariance",
-    computed: Mapping[str, Function] | None = None,
+    computed: Mapping[str, Function] | Sequence[str] | None = None,
     fold_norms: bool = False,
     precision: Precision = "float64",
     device: Any = None,
@@ -204,10 +240,13 @@ def covariance_across(
     Args:
         source: a population, its path, or a `WeightArray(weights, spec)`.
         select: patterns as in `WeightSpec.select`; "auto" for the MLP matrices (`*.mlp.fc?.weight`) of a network that
-            has them, and for all tensors but the running statistics of another one; None for computed coordinates only.
+            has them, and for all tensors but the running statistics of another one, but none beside computed
+            coordinates; None for these alone.
         kind: `"covariance"` or `"correlation"`.
-        computed: further coordinates: name -> function of the tensors of n networks, name -> (n, *shape), that returns
-            (n, ...), such as the central pixels of filters (thesis Fig. 3.40). All tensors are read then.
+        computed: further coordinates, as in thesis Fig. 3.40: name -> function of the tensors of n networks, name ->
+            (n, *shape), that returns (n, ...), or several of these by name. Or names: "mlp-diagonal", "qk-diagonal",
+            "vo-diagonal" (of W2 W1, W_Q W_K^T, W_V W_O of each block, heads added up), "centre-pixel" (of depthwise
+            filters), "module:function", and "abs:" before one of these for magnitudes. All tensors are read then.
         fold_norms: fold each normalisation layer's gain and bias into the next linear map first.
         precision: `"float64"`, or `"float32"` for large D (see `Moments`).
         device: None for the CPU, or a torch device to accumulate on.
@@ -215,8 +254,8 @@ def covariance_across(
         workers: processes of this machine, by default one for each core, or `Workers` of a cluster, that read a
             population of more than 4,096 networks (`weightscope.statistics.samples.over_parts`).
 
-    UsageError for an invalid option, or if the matrix does not fit into memory; DataError if fewer than 2 networks are
-    usable.
+    UsageError for an invalid option, an unknown name or a computed coordinate of the wrong shape, or if the matrix does
+    not fit into memory; DataError if fewer than 2 networks are usable, or a coordinate is not finite.
 
     Example:
         >>> found = covariance_across("digits.pop", kind="correlation")
@@ -241,6 +280,8 @@ def covariance_across(
     if (snapshot := getattr(source, "snapshot", None)) is not None:
         diagnostics["at"] = f"{source.unit} {snapshot}"  # type: ignore[attr-defined]
     result = PopulationCovariance(matrix, entries.mean, entries.n, found.excluded, coordinates.spec, kind, diagnostics)
+    for tensor in coordinates.computed:
+        result.computed[tensor.name] = _distribution(result, entries, tensor.name)
     matrices = [t.name for t in coordinates.tensors if stripes and len(t.shape) > 1 and 1 < t.shape[0] < t.size]
     if matrices:
         _add_statistics(result, _Terms(coordinates.spec, matrices, entries), total)
@@ -248,17 +289,16 @@ def covariance_across(
 
 
 def _coordinates(
-    source: Any, select: str | Sequence[str] | None, computed: Mapping[str, Function] | None, fold_norms: bool
+    source: Any,
+    select: str | Sequence[str] | None,
+    computed: Mapping[str, Function] | Sequence[str] | None,
+    fold_norms: bool,
 ) -> tuple[WeightSamples, Coordinates]:
     """The opened source, and what is computed of each of its networks."""
     source = opened(source)
-    if select == "auto":
-        mlps = any(fnmatchcase(name, _MLP) for name in source.spec.names)
-        select = _MLP if mlps else [t.name for t in source.spec.tensors if t.role != "statistic"]
-    coordinates = Coordinates(source.spec, select, computed=computed or {}, fold_norms=fold_norms)
-    if not coordinates.spec.size:
-        raise UsageError("select: nothing to compute; expected tensors or computed coordinates, found neither")
-    return source, coordinates
+    mlps = any(fnmatchcase(name, _MLP) for name in source.spec.names)
+    default = _MLP if mlps else [t.name for t in source.spec.tensors if t.role != "statistic"]
+    return source, coordinates_of(source.spec, select, computed, fold_norms, default)
 
 
 def _moments(size: int, device: Any, precision: Precision, blocks: Iterable[np.ndarray]) -> Moments:
@@ -289,6 +329,16 @@ def _total(source: WeightSamples, coordinates: Coordinates, workers: Workers | i
         return over_parts(source, task, workers, size=size)
 
     return total
+
+
+def _distribution(found: PopulationCovariance, entries: EntryMoments, name: str) -> dict[str, Any]:
+    """The mean of a coordinate over networks and units, its interval over networks, and the spread of its numbers."""
+    part = found.blocks[name]
+    mean, std = entries.mean[part], entries.std()[part]
+    matrix = found.block(name) if found.kind == "covariance" else np.nan_to_num(found.block(name)) * np.outer(std, std)
+    half = -float(stdtrit(found.n - 1, 0.025)) * math.sqrt(max(matrix.mean(), 0.0) / found.n)
+    ci95 = [float(mean.mean()) - half, float(mean.mean()) + half]
+    return {"mean": float(mean.mean()), "ci95": ci95, "std": math.sqrt(np.square(std).mean() + mean.var())}
 
 
 class _Terms:
@@ -340,7 +390,7 @@ def eigenpairs(
     rank: int,
     select: str | Sequence[str] | None = "auto",
     *,
-    computed: Mapping[str, Function] | None = None,
+    computed: Mapping[str, Function] | Sequence[str] | None = None,
     fold_norms: bool = False,
     memory: int = 2 << 30,
     workers: Workers | int | None = None,

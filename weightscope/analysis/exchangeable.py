@@ -20,8 +20,10 @@ from weightscope._util.results import Result, finite_or_none, text_table
 from weightscope._util.sources import is_population
 from weightscope._util.threads import one_thread
 from weightscope._util.workers import Workers
+from weightscope.analysis.computed import coordinates_of
 from weightscope.errors import AnatomyError, UsageError
 from weightscope.spec import TensorSpec, WeightSpec
+from weightscope.statistics.coordinates import Function
 from weightscope.statistics.exchangeable import (
     ExchangeableMoments,
     Pair,
@@ -148,6 +150,7 @@ class ExchangeableCovariance(Result):
         """The correlation matrix over one set of units, tensors ruled off in network order.
 
         The set is given by its groups, and is by default the one group with the most variables, the residual channels.
+        Cells within their error are white (`plots.covariance.CHANCE` of independent ones are not).
         """
         from weightscope import plots
 
@@ -165,15 +168,25 @@ class ExchangeableCovariance(Result):
         correlation = found.correlation()
         constant = found.covariance.diagonal() <= 0
         correlation[constant], correlation[:, constant] = np.nan, np.nan
-        axes = plots.covariance_map(correlation, found.kind.slices, kind="correlation", title=title)
+        cells = plots.covariance.CELLS
+        within = self._chance(found, plots.covariance.CHANCE) if len(correlation) <= cells else None
+        axes = plots.covariance_map(correlation, found.kind.slices, kind="correlation", title=title, within=within)
         return plots.finished(axes, path)
+
+    def _chance(self, found: TypeCovariance, rate: float) -> np.ndarray:
+        """The sizes that this share of correlations (C, C) exceeds by chance, by their errors or samples."""
+        freedom = self.n - 1 if self.n > 2 else math.inf
+        known = -float(stdtrit(freedom, rate / 2)) * found.errors
+        return np.where(np.isfinite(known), known, -float(stdtrit(math.inf, rate / 2)) / math.sqrt(found.samples))
 
 
 @one_thread()
 def covariance_exchangeable(
     source: Any,
-    select: str | Sequence[str] = "*",
+    select: str | Sequence[str] | None = "auto",
     *,
+    computed: Mapping[str, Function] | Sequence[str] | None = None,
+    fold_norms: bool = False,
     permutations: PermutationSpec | Mapping[str, Sequence[str | None]] | str | Path | None = None,
     workers: Workers | int | None = None,
 ) -> ExchangeableCovariance:
@@ -189,14 +202,18 @@ def covariance_exchangeable(
     Args:
         source: a population, its path, an array with a spec, or one network, whose channels are samples then: a path,
             `hf://org/name[@revision]`, a `Checkpoint`, a module or a state dict.
-        select: patterns of tensor names.
+        select: patterns of tensor names; "auto" for all, but none beside computed coordinates; None for these alone.
+        computed: as in `covariance_across`. Their axes are found by renumbering the units of random weights.
+        fold_norms: fold each normalisation layer's gain and bias into the next linear map first.
         permutations: the permutation specification, tensor name -> the group of each axis, or a TOML file of rules
             (`weightscope.statistics.permutation_rules`), of all tensors of the source; by default that of their names.
             One's own is checked by function on a population's network
             (`weightscope.anatomy.permutation_groups.permutations_of`).
         workers: see `covariance_across`. Index effects are those of the first 1,024 networks.
 
-    AnatomyError if the architecture is not known and no specification is given; SpecError if that does not fit the
+    UsageError for an unknown name or a computed coordinate of the wrong shape, or one that the renumbering of units
+    changes otherwise than by renumbering an axis; AnatomyError if the architecture is not known and no specification is
+    given; SpecError if that does not fit the
     tensors, or renumbering changes the network's function; DataError if no usable network is left.
 
     Example:
@@ -207,7 +224,8 @@ def covariance_exchangeable(
         from weightscope.population import population_in  # h5py
 
         source = population_in(source) if is_population(source) else _one_network(source)
-    spec = source.spec.select(select)
+    coordinates = coordinates_of(source.spec, select, computed, fold_norms, "*")
+    spec, reads = coordinates.spec, coordinates.reads.names
     own = None
     if permutations is None:
         with contextlib.suppress(AnatomyError):
@@ -216,15 +234,16 @@ def covariance_exchangeable(
         from weightscope.anatomy.permutation_groups import permutations_of  # imports torch
 
         own = permutations_of(source, permutations)
-    own = own.restrict(spec.names)
-    centre, effects = beginning((rows for rows, _ in finite_chunks(source, spec.names, BLOCK)), spec, own)
+    own = coordinates.permutations(own)
+    blocks = (coordinates(rows) for rows, _ in finite_chunks(source, reads, BLOCK))
+    centre, effects = beginning(blocks, spec, own)
 
     def summed(part: WeightSamples, _: int) -> ExchangeableMoments:
         found = ExchangeableMoments(spec, own, centre=centre, index=False)
         with one_thread():  # another thread reads; on two cores more of them wait for each other
-            for rows, out in finite_chunks(part, spec.names):
+            for rows, out in finite_chunks(part, reads):
                 found.excluded += out
-                found.update(rows)
+                found.update(coordinates(rows))
         return found
 
     moments = over_parts(source, summed, workers)

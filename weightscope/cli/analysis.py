@@ -162,7 +162,7 @@ def report(source: str, out: Path, select: str, at: int | None, partial: bool) -
 _WITHIN = ("part", "init", "network", "picture")
 # What `covariance` computes, and the options that it takes besides those of files, populations and workers.
 _TABLE: Mapping[str, Sequence[str]] = {
-    "with --exchangeable": ("select", "permutations"),
+    "with --exchangeable": ("select", "computed", "fold_norms", "permutations"),
     "with --exchangeable --at all": ("select",),
     "with --eigenpairs": ("eigenpairs", "select", "computed", "fold_norms", "matrix"),
     "across a population": ("select", "computed", "kind", "fold_norms", "means", "cells", "matrix"),
@@ -172,12 +172,17 @@ _TABLE: Mapping[str, Sequence[str]] = {
 
 @command()
 @click.argument("sources", nargs=-1, required=True, metavar="SOURCE...", type=Named())
-@click.option("--select", help="For a population: patterns of tensor names.  [default: *.mlp.fc?.weight]")
+@click.option(
+    "--select",
+    help="For a population: patterns of tensor names.  [default: *.mlp.fc?.weight, with --exchangeable all, with "
+    "--computed none]",
+)
 @click.option(
     "--computed",
     multiple=True,
-    metavar="MODULE:FUNCTION",
-    help="For a population: a further coordinate, a function of the tensors of n networks; repeatable.",
+    metavar="NAME|MODULE:FUNCTION",
+    help="For a population: coordinates mlp-diagonal, qk-diagonal, vo-diagonal (of products), centre-pixel (of "
+    "filters), or a function of the tensors of n networks; abs:NAME for magnitudes; repeatable.",
 )
 @choice_option(
     "--kind",
@@ -256,7 +261,7 @@ def covariance(
     \b
     Examples:
       weightscope covariance digits.pop --select "stages.0.blocks.1.mlp.fc?.weight" -o block1.png
-      weightscope covariance digits.pop --computed mine:central_pixels --kind correlation
+      weightscope covariance digits.pop --computed centre-pixel --computed abs:mlp-diagonal --exchangeable
       weightscope covariance digits.pop --exchangeable -o exchangeable.png --json pairs.json
       weightscope covariance digits.pop --exchangeable --at all -o emergence.png
       weightscope covariance efficientnet-lite0.pth --part filters -o filters.png
@@ -318,10 +323,6 @@ def _covariance(chosen: str, sources: Sequence[Any], workers: Any, options: dict
         return covariance_within(*(one for one, _ in pairs), labels=[label for _, label in pairs], **options)
     from weightscope.analysis.across_networks import covariance_across, eigenpairs
 
-    if "computed" in options:
-        from weightscope._util.plugins import imported
-
-        options["computed"] = {name: imported(name) for name in options["computed"]}
     if chosen == "with --eigenpairs":
         return eigenpairs(sources[0], options.pop("eigenpairs"), workers=workers, **options)
     return covariance_across(sources[0], workers=workers, **options)

@@ -1,10 +1,12 @@
 """Joint covariance matrices over tensors, with their blocks marked."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
 from matplotlib.axes import Axes
+from scipy.special import stdtrit
 
 from weightscope.errors import DataError, UsageError
 from weightscope.plots import theme
@@ -12,7 +14,9 @@ from weightscope.plots.theme import SMALL, inches, number, short_names, wrap
 
 CELLS = 600  # cells along a side: five inches at 150 dots per inch
 _SIDE = 5.0  # inches of axes in a new figure
+CHANCE = 1e-3  # how many cells of independent coordinates are not white
 _CLEAR = 0.004  # least distance of two borders, in axes widths: 1.4 points
+_LINE = 1.35 * SMALL / 72  # inches of a label's line
 _ROWS = 512  # of a matrix, that are read at a time
 _Diagonal = Literal["variances", "others", "all"]
 
@@ -28,6 +32,7 @@ def covariance_map(
     diagonal: Literal["show", "mask"] = "show",
     groups: Mapping[str, Any] | None = None,
     cells: int = CELLS,
+    within: Any = None,
 ) -> Axes:
     """A joint covariance or correlation matrix with its blocks marked and named (MLP paper, Fig. 1; thesis, Fig. 3.39).
 
@@ -46,7 +51,8 @@ def covariance_map(
     each coordinate of a tensor: `np.tile(np.arange(n), p)` for the columns of W (p, n), `np.repeat(np.arange(p), n)`
     for its rows; a tensor that is not listed is one group. A diagonal of `"mask"` leaves the variances of single
     coordinates out: it is white or, when averaging, the mean over pairs of different coordinates. With groups, all
-    cells are then such means, and set the colours.
+    cells are then such means, and set the colours. Cells whose absolute value is below `within`, a number or one for
+    each cell, are white, and so is then the diagonal (see `chance`).
 
     Example:
         >>> found = covariance(population, "*.mlp.fc?.weight")
@@ -77,22 +83,32 @@ def covariance_map(
     quantile, where = (1.0, "cells") if pairs else (0.99 if groups is None else 0.999, "off-diagonal values")
     limit = theme.colour_limit(pooled[finite & ~apart], quantile, pooled[finite])
 
-    canvas, ax = theme.canvas(ax, _SIDE + 3.2, _SIDE + 1.4)
-    side, size = _SIDE if canvas.owned else 0.82 * canvas.width, len(pooled)
+    borders = np.searchsorted(edges, [0, *(stop for _, stop in bounds)])
+    size, side = len(pooled), _SIDE
+    if groups is not None:  # room for the names of most tensors
+        side = float(np.clip(_LINE * size / np.median(np.diff(borders)), _SIDE, 2 * _SIDE))
+    canvas, ax = theme.canvas(ax, side + 3.2, side + 1.4)
+    side = side if canvas.owned else 0.82 * canvas.width
     drawn = np.ma.masked_invalid(np.where(empty & ~finite, 0.0, pooled))
+    beyond = finite & ~np.eye(size, dtype=bool) & (np.abs(pooled) >= (0.0 if within is None else within))
+    if within is not None:
+        drawn[finite & ~beyond] = 0.0
     image = ax.imshow(drawn, **theme.colours(limit), extent=(0, size, size, 0))
     ax.set_anchor("NW")
     ax.spines[:].set_visible(True)
     unit = "correlation" if kind == "correlation" else "covariance (weight units squared)"
     label = f"{unit}\n±{number(limit)} holds {100 * quantile:g} % of the {where}"
     theme.colour_bar(ax, image, limit, label, height=side, beyond=bool((np.abs(pooled[finite]) > limit).any()))
-    remark = _label_blocks(ax, side, names, np.searchsorted(edges, [0, *(stop for _, stop in bounds)]))
+    remark = _label_blocks(ax, side, names, borders)
     text = f"{len(array):,} coordinates"
     if groups is not None:
         text += f" in {size:,} groups; cells are "
         text += f"mean {kind}s of different coordinates" if pairs else f"{kind}s of group means"
     elif factor > 1:
         text += f"; each cell is a mean over {factor} × {factor}"
+    if within is not None:
+        share = beyond.sum() / max(1, finite.sum() - size)
+        text += f"; coloured: {100 * share:.2g} % of the cells, of independent ones {100 * CHANCE:g} % would be"
     if (many := int(constant.sum())) > 0:
         text += f"; {many:,} constant {'one is' if many == 1 else 'ones are'} grey"
     ax.set_xlabel(wrap(f"{text}; {remark}" if remark else text, side), fontsize=SMALL, color=theme.MUTED)
@@ -100,6 +116,19 @@ def covariance_map(
     if canvas.owned:
         theme.resolve(ax, size)
     return ax
+
+
+def chance(networks: int) -> float:
+    """The correlation that one in 1,000 of two independent normal variables exceeds, by size, over N networks.
+
+        r = t / sqrt(N - 2 + t^2),   t the quantile 1 - 0.001 / 2 of Student's distribution with N - 2 degrees.
+
+    DataError for fewer than 3 networks, whose correlations have no error.
+    """
+    if networks < 3:
+        raise DataError(f"expected at least 3 networks for the error of a correlation, found {networks}; draw entries")
+    t = float(stdtrit(networks - 2, 1 - CHANCE / 2))
+    return t / math.sqrt(networks - 2 + t * t)
 
 
 def _grouped(
@@ -137,7 +166,7 @@ def _label_blocks(ax: Axes, side: float, names: list[str], borders: np.ndarray) 
             for line in (ax.axhline, ax.axvline):
                 line(at, color=theme.INK, lw=0.5 if len(names) <= 20 else 0.2, gid="border")
             drawn = at
-    centres, gap = (borders[1:] + borders[:-1]) / 2, size * 1.35 * SMALL / (72 * side)
+    centres, gap = (borders[1:] + borders[:-1]) / 2, size * _LINE / side
     for i in np.argsort(-np.diff(borders), kind="stable"):
         if all(abs(centres[i] - centres[other]) >= gap for other in named):
             named.append(i)

@@ -263,7 +263,7 @@ def resolve(ax: Axes, cells: int) -> None:
     figure = ax.figure.figure
     figure.draw_without_rendering()  # lays it out
     if (pixels := ax.get_window_extent().width) < cells:
-        figure.set_dpi(figure.dpi * cells / pixels)
+        figure.set_dpi(float(figure.dpi) * cells / pixels)
 
 
 def pin(ax: Axes) -> None:
@@ -385,10 +385,11 @@ def finished(drawn: Drawn, path: str | Path | None) -> Figure:
 def render(drawn: Drawn, kind: str = "png") -> bytes:
     """The whole figure as the bytes of a `png` (150 dots per inch, or those of a finer figure), `pdf` or `svg` file."""
     figure, buffer = root_figure(drawn), io.BytesIO()
-    dpi = max(DPI, figure.dpi)
+    dpi = max(float(DPI), float(figure.dpi))
     figure.draw_without_rendering()  # lays it out
     box = figure.get_tightbbox().padded(_PAD)
-    whole = Bbox([np.floor(box.min * dpi) / dpi, np.ceil(box.max * dpi) / dpi])  # pixels stay where they are
+    corners = np.array([box.min, box.max]) * dpi
+    whole = Bbox([np.floor(corners[0]) / dpi, np.ceil(corners[1]) / dpi])  # pixels stay where they are
     engine = figure.get_layout_engine()
     figure.set_layout_engine("none")  # a second layout would move what was measured
     figure.savefig(buffer, format=kind, dpi=dpi, metadata=_METADATA[kind], bbox_inches=whole)

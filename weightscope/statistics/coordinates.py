@@ -2,11 +2,14 @@
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain, combinations
 
 import numpy as np
 
-from weightscope.errors import SpecError, UsageError
+from weightscope.errors import DataError, SpecError, UsageError, WeightscopeError
 from weightscope.spec import TensorSpec, WeightSpec
+from weightscope.statistics.moments import finite_rows
+from weightscope.statistics.permutations import PermutationSpec, View, is_signed
 
 # (normalisation layer, linear map that follows it), as named in timm's and this package's ConvNeXt and ViT.
 _READERS: tuple[tuple[str, str], ...] = (
@@ -57,8 +60,8 @@ def fold(tensors: Mapping[str, np.ndarray], pairs: tuple[tuple[str, str], ...]) 
     return out
 
 
-# A computed coordinate: tensors of n networks, name -> (n, *shape), to numbers (n, ...).
-Function = Callable[[Mapping[str, np.ndarray]], np.ndarray]
+# Computed coordinates: tensors of n networks, name -> (n, *shape), to numbers (n, ...), or several by name.
+Function = Callable[[Mapping[str, np.ndarray]], np.ndarray | Mapping[str, np.ndarray]]
 
 
 class Coordinates:
@@ -84,23 +87,98 @@ class Coordinates:
             needed |= {f"{norm}.weight"} if f"{linear}.weight" in names else set()
             needed |= {f"{norm}.bias", f"{linear}.weight"} if f"{linear}.bias" in names else set()
         self.reads = WeightSpec(t for t in spec.tensors if t.name in needed)
-        zeros = self.reads.unpack(np.zeros((1, self.reads.size), np.float32)) if computed else {}
-        found = [TensorSpec(name, self._values(name, zeros).shape[1:]) for name in computed]
-        self.spec = WeightSpec([*self.tensors, *found])
+        # ones: quotients of zeros are not finite
+        found = self._values(self.reads.unpack(np.ones((1, self.reads.size), np.float32))) if computed else {}
+        self.computed = tuple(TensorSpec(name, value.shape[1:]) for name, value in found.items())
+        self.spec = WeightSpec([*self.tensors, *self.computed])
+        if not self.spec.size:
+            raise UsageError("select: nothing to compute; expected tensors or computed coordinates, found neither")
 
     def __call__(self, rows: np.ndarray) -> np.ndarray:
-        """The coordinates of networks."""
+        """The coordinates of networks; DataError if those computed of a finite network are not."""
         if self.spec == self.reads and not self._pairs:
             return rows
         # Non-finite networks give non-finite rows, which are counted later.
         with np.errstate(all="ignore"):
             tensors = fold(self.reads.unpack(rows), self._pairs)
-            parts = [tensors[tensor.name] for tensor in self.tensors]
-            parts += [self._values(name, tensors) for name in self._computed]
-        return np.concatenate([part.reshape(len(rows), -1) for part in parts], axis=1)
+            parts = {tensor.name: tensors[tensor.name] for tensor in self.tensors} | self._values(tensors)
+        out = np.concatenate([part.reshape(len(rows), -1) for part in parts.values()], axis=1)
+        if self._computed and (bad := finite_rows(rows) & ~finite_rows(out)).any():
+            _refuse_not_finite(self.spec.unpack(out[bad.argmax()]))
+        return out
 
-    def _values(self, name: str, tensors: Mapping[str, np.ndarray]) -> np.ndarray:
-        found, n = np.asarray(self._computed[name](tensors)), len(next(iter(tensors.values())))
-        if found.ndim < 1 or len(found) != n:
-            raise UsageError(f"computed {name}: expected numbers ({n}, ...), one row a network, found {found.shape}")
-        return found
+    def _values(self, tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        out, n = {}, len(next(iter(tensors.values())))
+        for given, function in self._computed.items():
+            try:
+                with np.errstate(all="ignore"):  # what is not finite is an error of `__call__`
+                    found = function(tensors)
+            except WeightscopeError:
+                raise
+            except Exception as error:
+                raise UsageError(f"computed {given}: the function raised {type(error).__name__}: {error}") from error
+            for name, value in found.items() if isinstance(found, Mapping) else [(given, found)]:
+                out[name] = np.asarray(value)
+                if out[name].ndim < 1 or len(out[name]) != n:
+                    shape = out[name].shape
+                    raise UsageError(f"computed {name}: expected numbers ({n}, ...), one row a network, found {shape}")
+        return out
+
+    def permutations(self, whole: PermutationSpec) -> PermutationSpec:
+        """The permutation specification of the coordinates, from that of all tensors.
+
+        The axes of computed ones are found by renumbering the units of each group in random weights: they leave it as
+        it is, or renumber an axis. UsageError if they do neither.
+        """
+        kept = {tensor.name for tensor in self.tensors}
+        views = [view for view in whole.views if view.tensor in kept]
+        if self.computed:
+            rng = np.random.default_rng(0)
+            weights = {name: x[0] for name, x in self.reads.unpack(rng.standard_normal((1, self.reads.size))).items()}
+            signed = {label[1:] for view in whole.views for label in view.labels if is_signed(label)}
+            axes = {t.name: [None] * len(t.shape) for t in self.computed}  # type: dict[str, list[str | None]]
+            still = {group: (np.arange(n), np.ones(n)) for group, n in whole.sizes.items()}
+            before = self._of_one(weights)
+            _refuse_not_finite(before)
+            for group, n in whole.sizes.items():
+                heads, order = whole.heads.get(group, (None, 1))[1], np.arange(n)
+                for part in np.split(order.copy(), heads):  # a random cycle in each head, which leaves no unit in place
+                    cycle = rng.permutation(part)
+                    order[cycle] = np.roll(cycle, 1)
+                signs = rng.choice([-1.0, 1.0], n) if group in signed else np.ones(n)
+                after = self._of_one(whole.apply(weights, {**still, group: (order, signs)}))
+                for name, values in before.items():
+                    for axis, label in _renumbered(name, group, values, after[name], order, signs):
+                        axes[name][axis] = label
+            views += [View(t.name, t.name, t.shape, tuple(axes[t.name])) for t in self.computed]
+        return PermutationSpec(tuple(views), whole.heads, whole.notes)
+
+    def _of_one(self, weights: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """The computed coordinates of one network."""
+        found = self._values(fold({name: x[None] for name, x in weights.items()}, self._pairs))
+        return {name: value[0] for name, value in found.items()}
+
+
+def _refuse_not_finite(tensors: Mapping[str, np.ndarray]) -> None:
+    for name, values in tensors.items():
+        if not np.isfinite(values).all():
+            raise DataError(f"computed {name}: expected finite numbers of finite weights, found NaN or infinity")
+
+
+def _renumbered(
+    name: str, group: str, before: np.ndarray, after: np.ndarray, order: np.ndarray, signs: np.ndarray
+) -> list[tuple[int, str]]:
+    """The axes along which numbers change as the units of a group do, each with its label."""
+    alike = [i for i, n in enumerate(before.shape) if n == len(order)]
+    for axes in chain.from_iterable(combinations(alike, n) for n in range(3)):
+        for label, factors in ((group, np.ones(len(order))), (f"~{group}", signs)):
+            expected = before
+            for i in axes:
+                shape = [-1 if i == j else 1 for j in range(before.ndim)]
+                expected = np.take(expected, order, axis=i) * factors.reshape(shape)
+            if np.allclose(expected, after, rtol=1e-5, atol=1e-8 * np.abs(before).max(initial=0)):
+                return [(i, label) for i in axes]
+    raise UsageError(
+        f"computed {name}: renumbering the units of {group} changes it otherwise than by renumbering an axis, "
+        f"found axes {before.shape}; compute a function that does, or leave out exchangeable"
+    )
