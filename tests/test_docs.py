@@ -196,6 +196,39 @@ def _check_command(words: list[str]) -> None:
     assert used <= known | {"--help"}, (words, used - known)
 
 
+PAPERS = (ROOT / "analyses" / "papers.md").read_text().partition("## The table")[2]
+
+
+@pytest.mark.parametrize("line", dict.fromkeys(re.findall(r"`((?:weightscope |bench )[^`]+)`", PAPERS)))
+def test_a_command_of_the_table_of_the_papers_parses(line, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    name, *words = shlex.split(line.removeprefix("weightscope ").partition(" # ")[0])
+    cli.commands[name].make_context(name, words)
+
+
+def test_files_that_the_table_of_the_papers_names_exist():
+    named = re.findall(r"`(?:python )?((?:analyses|figures|benchmarks)/[^` ]+)`", PAPERS)
+    named += [f"analyses/{study}" for study in re.findall(r"(?:run|small)[^|`]*: `([a-z0-9_/]+)`", PAPERS)]
+    assert len(named) > 40
+    assert not [
+        path for path in named if not ((ROOT / path).exists() or (ROOT / path.removeprefix("analyses/")).exists())
+    ]
+
+
+def test_the_states_of_the_table_of_the_papers_are_counted():
+    text, states = (
+        (ROOT / "analyses" / "papers.md").read_text(),
+        ("run", "small", "ready", "data missing", "nothing to run"),
+    )
+    stated = {
+        name: int(count) for name, count in re.findall(r"^\| ([a-z ]+) \| [^|]+ \| (\d+) \|$", text, re.MULTILINE)
+    }
+    rows = [line.rsplit("|", 2)[1].strip() for line in PAPERS.splitlines() if line.count("|") == 7][2:]
+    found = [next(name for name in states if row.startswith(name)) for row in rows]
+    assert stated == {name: found.count(name) for name in states}
+    assert found == sorted(found, key=states.index)
+
+
 def test_the_readme_lists_every_command():
     table = re.findall(r"^\| `weightscope ([a-z-]+)", (ROOT / "README.md").read_text(), re.MULTILINE)
     assert sorted(table) == sorted(cli.commands)

@@ -243,7 +243,9 @@ def _applied(arm):
         sizes = {"in_channels": 3, "image_size": size, "num_classes": 10}
     numbers = dict(config.parameters)
     for name in {"teacher", "source"} & set(numbers):
-        numbers[name] = build(_narrow(network, 1 if config.name == "grow" else 2), **sizes)
+        alike = _narrow(network, 1 if config.name in ("grow", "transfer", "repeat_layer") else 2)
+        deeper = {"depth": numbers["layer"] + 1} if config.name == "repeat_layer" else {}
+        numbers[name] = build(alike.model_copy(update=deeper), **sizes)
     initialise = initialisers.get(config.name, **numbers)
     module = build(_narrow(network, 2 if config.name == "grow" else 1), **sizes)
     return initialise(module, generator=torch.Generator().manual_seed(0))
