@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import numpy as np
+import pandas
 
 from weightscope import plots
 from weightscope.analysis.attention_products import Key
@@ -43,6 +44,13 @@ def main(study: Path = STUDY, out: Path = HERE / "attention_products.png") -> No
         drawn = [row for row in drawn if row["part"] == "vo" or "LayerScale" not in row["source"]]
         figure = plots.products_by_depth(drawn, title=title)
         plots.save(figure, out.with_name(f"{out.stem}_{name}_depth{out.suffix}"))
+    others = pandas.read_csv(study / "models.csv").astype(object)
+    others = others.where(others.notna(), None).to_dict("records")
+    figure = plots.products_by_depth(
+        [row for row in rows if row["source"] in ("ViT-S, with LayerScale", "MiniLM")] + others,
+        title="Models of reactions have a ViT's diagonals, QK positive and VO negative; MiniLM's VO has both signs",
+    )
+    plots.save(figure, out.with_name(f"{out.stem}_models_depth{out.suffix}"))
 
 
 if __name__ == "__main__":

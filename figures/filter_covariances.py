@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas
 
 from weightscope import plots
 from weightscope.plots.theme import p_value
@@ -16,6 +17,7 @@ STATISTICS = (
     plots.Statistic("offset", "offset of the variance up and left of the centre (pixels)", 0.0),
     plots.Statistic("central_ratio", "variance of the central pixel ÷ mean over pixels", 1.0, log=True),
 )
+FAR = plots.Statistic("from_centre", "mean correlation of the centre with pixels that do not touch it", 0.0)
 
 
 def main(study: Path = STUDY, out: Path = HERE / "filter_covariances.png") -> None:
@@ -55,6 +57,17 @@ def main(study: Path = STUDY, out: Path = HERE / "filter_covariances.png") -> No
     )
     curves = [curve(name, [row for row in rows if row["source"] == name]) for name in networks]
     save(plots.depth_curves(curves, STATISTICS, note="bars at the spread are 95 % intervals", title=title), "_depth")
+    curves = []
+    for name, layers in pandas.read_csv(study / "sizes.csv").groupby("source"):
+        values = {key: layers[key].tolist() for key in ("relative_spread", "central_ratio", "from_centre")}
+        errors = {"relative_spread": layers["relative_spread_se"].tolist()}
+        places = (layers["layer"] / (layers["depth"] - 1)).tolist()
+        kinds = [shape.removeprefix("1x").replace("x", "×") for shape in layers["shape"]]
+        curves.append(plots.Curve(f"EfficientNet-{name.capitalize()}", places, values, errors, kinds))
+    title = "Three sizes of EfficientNet-Lite are alike at equal depth: focused on the centre in all but the last layer"
+    statistics = (STATISTICS[0], STATISTICS[2], FAR)
+    note = "bars at the spread are 95 % intervals"
+    save(plots.depth_curves(curves, statistics, axis="relative depth", note=note, title=title), "_sizes")
 
 
 def panel(row: dict[str, Any], values: np.ndarray) -> plots.Panel:

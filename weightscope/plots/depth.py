@@ -10,7 +10,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
+from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullFormatter
 
 from weightscope.errors import UsageError
 from weightscope.plots import theme
@@ -80,7 +80,8 @@ def depth_curves(
             ax.yaxis.set_minor_formatter(NullFormatter())
         ax.set_xlabel(axis)
         ax.set_title(wrap(statistic.label, 3.7, LABEL), fontsize=LABEL, fontweight="normal")
-        ax.xaxis.set_major_locator(MaxNLocator(8, integer=axis in ("layer", "block"), min_n_ticks=1))
+        steps = FixedLocator(np.linspace(0, 1, 5)) if "depth" in axis else None  # of relative depth
+        ax.xaxis.set_major_locator(steps or MaxNLocator(8, integer=axis in ("layer", "block"), min_n_ticks=1))
         ax.grid(axis="y")
     several = curves if len(curves) > 1 else ()
     handles = [Line2D([], [], label=each.label, **theme.style(i, marker=None)) for i, each in enumerate(several)]
