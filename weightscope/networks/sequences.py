@@ -127,6 +127,8 @@ class StepProjection(nn.Linear):
     """`dt_proj`: rank -> channels, with weights U(-1, 1) / sqrt(rank) and biases of `initial_steps`."""
 
     def reset_parameters(self) -> None:
+        if self.bias.is_meta:  # as in `ViT.reset_parameters`
+            return
         nn.init.uniform_(self.weight, -(self.in_features**-0.5), self.in_features**-0.5)
         with torch.no_grad():
             self.bias.copy_(initial_steps(self.out_features))
@@ -154,6 +156,8 @@ class MambaMixer(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
+        if self.A_log.is_meta:
+            return
         with torch.no_grad():
             self.A_log.copy_(torch.arange(1, self.state + 1).log().expand_as(self.A_log))
             self.D.fill_(1)
@@ -219,6 +223,8 @@ class Mamba2Mixer(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
+        if self.A_log.is_meta:
+            return
         with torch.no_grad():
             self.A_log.copy_(torch.arange(1, self.heads + 1).log())
             self.D.fill_(1)
@@ -276,7 +282,8 @@ class TokenEmbedding(nn.Embedding):
         self.register_buffer("draws", None, persistent=False)  # a buffer, so that `functional_call` can replace it
 
     def reset_parameters(self) -> None:
-        nn.init.normal_(self.weight, std=EMBEDDING_STD)
+        if not self.weight.is_meta:
+            nn.init.normal_(self.weight, std=EMBEDDING_STD)
 
     def forward(self, tokens: Tensor) -> Tensor:
         if self.checks and tokens.device.type == "cpu" and tokens.numel():  # a GPU would wait for the numbers

@@ -338,6 +338,8 @@ class ViT(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
+        if self.pos_embed.is_meta:  # where torch would import its compiler, which takes a second
+            return
         if self.cls_token is not None:
             nn.init.normal_(self.cls_token, std=EMBEDDING_STD)
         if self.positions == "learned":
