@@ -253,6 +253,7 @@ WRONG = [
     ),
     (("collect", "TOML", "-o", "x.pop", "--plan", "--shard", "3"), 2, "--shard cannot be combined with --plan"),
     (("covariance", "TINY", "--select", "*.mlp.fc3.weight"), 2, "no tensor matches '*.mlp.fc3.weight'; there are"),
+    (("covariance", "TINY", "--computed", "qk-diagona"), 2, "no computed coordinate 'qk-diagona'; did you mean 'qk-d"),
     (("covariance", "TINY", "--selct", "x"), 2, "--select"),  # click 8.1 has no quotes
     (("covariance", "TINY", "-o", "figure.gif"), 2, "png"),
     (("covariance", "TINY", "--exchangeable", "--eigenpairs", "3"), 2, "--eigenpairs: does not apply with --exch"),

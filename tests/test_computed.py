@@ -290,14 +290,16 @@ def test_cells_of_a_whole_network_are_correlations_of_channels_and_white_within_
         np.testing.assert_allclose(drawn, np.where(inside, 0, expected), atol=1e-9)
         coloured, cells = coloured + np.count_nonzero(drawn) // 2, cells + len(drawn) * (len(drawn) - 1) // 2
     assert abs(coloured - CHANCE * cells) < 3.3 * np.sqrt(CHANCE * cells)
-    with pytest.raises(DataError, match="expected at least 3 networks for the error of a correlation, found 2"):
+    with pytest.raises(
+        DataError, match="expected at least 3 networks for errors of correlations, found 2; draw single"
+    ):
         covariance_across(WeightArray(rows[:2], CONVNEXT), "*").plot(means=True)
 
 
 def test_channels_are_those_of_the_residual_stream_also_where_shapes_do_not_tell():
     """Of a square matrix the rows; queries, keys and values apart; tensors without channels are one cell."""
     spec = WeightSpec([*VIT.tensors, TensorSpec("blocks.0.attn.qkv.bias", (3 * C,))])
-    groups = covariance_across(WeightArray(rows_of(spec), spec), "*").groups(1000)
+    groups = covariance_across(WeightArray(rows_of(spec), spec), "*").groups()
     np.testing.assert_array_equal(
         groups["blocks.0.attn.proj.weight"].reshape(C, C), np.arange(C)[:, None] + np.zeros(C)
     )

@@ -45,7 +45,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 Kind = Literal["covariance", "correlation"]
 _MLP = "*.mlp.fc?.weight"
-_GROUPS = 4096  # in a picture
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -141,29 +140,28 @@ class PopulationCovariance(Result):
     ) -> "Figure":
         """Draw the matrix, its blocks ruled off (MLP paper, Fig. 1), or that of group means.
 
-        Means over hidden units show stripes that the noise of single entries hides; by default they are drawn where
-        stripe ratios were computed, or single entries do not fit into the picture. Several tensors are drawn as
-        correlations unless `kind` says otherwise, since their variances differ. More than `cells` (600) a side are
-        averaged. The file (.png, .pdf, .svg) is written if there is a path.
+        Means of channels show stripes that the noise of single entries hides; by default they are drawn where stripe
+        ratios were computed, or single entries do not fit into the picture, unless `cells` says how many of these are
+        drawn along a side at most (600). Several tensors are drawn as correlations unless `kind` says otherwise, since
+        their variances differ. The file (.png, .pdf, .svg) is written if there is a path. DataError for means over
+        fewer than 3 networks, of which the error is not known.
         """
         from weightscope import plots
 
         if means is None:
-            means = bool(self.stripes) or self.spec.size > (cells or plots.covariance.CELLS)
+            means = cells is None and (bool(self.stripes) or self.spec.size > plots.covariance.CELLS)
         kind = kind or ("correlation" if len(self.spec) > 1 else self.kind)
         title = f"{kind.capitalize()}{' of group means' if means else ''} over {self.networks()}"
-        drawing: dict[str, Any] = {"cells": cells or plots.covariance.CELLS}
-        if means:
-            within = plots.covariance.chance(self.n) if kind == "correlation" else None
-            drawing = {"groups": self.groups(cells or _GROUPS), "within": within}
+        within = plots.covariance.chance(self.n) if means and kind == "correlation" else None
+        drawing: dict[str, Any] = {"groups": self.groups() if means else None, "within": within}
+        drawing |= {"cells": cells or plots.covariance.CELLS}
         return plots.finished(plots.covariance_map(self.matrix, self.blocks, kind=kind, title=title, **drawing), path)
 
-    def groups(self, most: int) -> dict[str, np.ndarray]:
+    def groups(self) -> dict[str, np.ndarray]:
         """For `plots.covariance_map`: the entries of each tensor that belong to one channel of the residual stream.
 
         Channels are those of the permutation specification of the names; a tensor without is one group. Tensors of
-        unknown names are grouped by shape: a matrix by its shorter side, filters by output, a vector's entries are
-        groups of their own. If there were more than `most` groups, neighbours in large tensors are one group.
+        unknown names are grouped by shape: a matrix by its shorter side, filters by output, each entry of a vector.
         """
         out = {}
         for tensor in self.spec.tensors:
@@ -175,10 +173,6 @@ class PopulationCovariance(Result):
                 out[tensor.name] = np.repeat(np.arange(units), tensor.size // units)
         with contextlib.suppress(AnatomyError):
             out |= _by_channel(self.spec)
-        counts = {name: int(each.max()) + 1 for name, each in out.items()}
-        if sum(counts.values()) > most:
-            share = max(1, most // len(counts))
-            out = {name: each // -(-counts[name] // share) for name, each in out.items()}
         return out
 
     def save_matrix(self, path: str | Path) -> None:

@@ -26,7 +26,8 @@ def coordinates_of(
     default: str | Sequence[str],
 ) -> Coordinates:
     """What is computed of each network; of "auto" the computed coordinates alone or, without, the default tensors."""
-    named = computed if isinstance(computed, Mapping) else {name: function_named(name) for name in computed or ()}
+    names = [computed] if isinstance(computed, str) else computed or ()
+    named = names if isinstance(names, Mapping) else {name: function_named(name) for name in names}
     if select == "auto":
         select = None if named else default
     return Coordinates(spec, select, computed=named, fold_norms=fold_norms)

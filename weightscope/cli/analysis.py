@@ -208,7 +208,7 @@ _TABLE: Mapping[str, Sequence[str]] = {
 @click.option(
     "--cells",
     type=click.IntRange(1),
-    help="For a population: most cells along a side, over which more entries are averaged.  [default: 600]",
+    help="For a population: draw single entries, averaged over at most so many cells a side.  [default: 600]",
 )
 @click.option(
     "--eigenpairs",

@@ -126,7 +126,9 @@ def chance(networks: int) -> float:
     DataError for fewer than 3 networks, whose correlations have no error.
     """
     if networks < 3:
-        raise DataError(f"expected at least 3 networks for the error of a correlation, found {networks}; draw entries")
+        raise DataError(
+            f"expected at least 3 networks for the error of a correlation, found {networks}; draw single entries"
+        )
     t = float(stdtrit(networks - 2, 1 - CHANCE / 2))
     return t / math.sqrt(networks - 2 + t * t)
 
