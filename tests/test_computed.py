@@ -290,9 +290,7 @@ def test_cells_of_a_whole_network_are_correlations_of_channels_and_white_within_
         np.testing.assert_allclose(drawn, np.where(inside, 0, expected), atol=1e-9)
         coloured, cells = coloured + np.count_nonzero(drawn) // 2, cells + len(drawn) * (len(drawn) - 1) // 2
     assert abs(coloured - CHANCE * cells) < 3.3 * np.sqrt(CHANCE * cells)
-    with pytest.raises(
-        DataError, match="expected at least 3 networks for errors of correlations, found 2; draw single"
-    ):
+    with pytest.raises(DataError, match="the error of a correlation, found 2; draw single entries"):
         covariance_across(WeightArray(rows[:2], CONVNEXT), "*").plot(means=True)
 
 
