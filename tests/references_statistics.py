@@ -2,8 +2,6 @@
 
 import numpy as np
 
-from weightscope.statistics.mlps import mean_correlation, transposed_terms
-
 
 def covariance(rows):
     """`numpy.cov` in float64 on data centred twice, so that badly centred data do not hurt the reference."""
@@ -37,9 +35,3 @@ def rearranged(covariance, p, n):
         for j, l in np.ndindex(n, n):  # noqa: E741 - the formula's letter
             out[i * p + k, j * n + l] = covariance[i * n + j, k * n + l]
     return out
-
-
-def transposed_correlation(first, second):
-    """The mean correlation of W1[i, j] with W2[j, i] of W1 (N, p, d) and W2 (N, d, p)."""
-    centred = [x.astype(np.float64) - x.mean(axis=0, dtype=np.float64) for x in (first, second)]
-    return mean_correlation(*transposed_terms(*centred, *(x.std(axis=0, ddof=1) for x in centred)))

@@ -144,48 +144,9 @@ def test_the_default_selection_is_the_mlps_or_everything(weights):
     assert found.spec.names == ("a.mlp.fc1.weight", "a.mlp.fc2.weight")
 
 
-def test_the_mean_correlation_of_transposed_weights(weights):
-    """Entry by entry with NumPy's corrcoef; in the text and the JSON of a population's covariance."""
-    first, second = weights[:, :12].reshape(-1, 4, 3), weights[:, 17:].reshape(-1, 3, 4)
-    pairs = [np.corrcoef(first[:, i, j], second[:, j, i])[0, 1] for i in range(4) for j in range(3)]
-    found = naive.transposed_correlation(first, second)
-    assert found.value == pytest.approx(np.mean(pairs), abs=1e-6)
-    assert (found.entries, found.n) == (12, 300)
-    result = weightscope.covariance(WeightArray(weights, SPEC))
-    (same,) = result.transposed.values()
-    assert list(result.transposed) == ["a"]
-    assert same.value == pytest.approx(found.value, rel=1e-12)
-    assert same.ci95 == pytest.approx(found.ci95, rel=1e-12)
-    assert f"{found.value:+.4f} ({found.ci95[0]:+.4f} to {found.ci95[1]:+.4f})" in result.text()
-    assert json.loads(json.dumps(result.to_dict()))["transposed"]["a"]["p"] == same.p
-    assert not weightscope.covariance(WeightArray(weights, SPEC), "*.fc1.weight").transposed
-
-
-@pytest.mark.parametrize("rho", [0.0, -0.3])
-def test_the_interval_of_the_transposed_correlation_covers(rho):
-    """95 % of 400 populations: 380 expected, deviation 4.4, so at least 358 (false alarm below 1e-5)."""
-    rng = np.random.default_rng(5)
-    shared = rng.standard_normal((400, 40, 1, 1))  # of all entries of a network, which are then not independent
-    w1 = rng.standard_normal((400, 40, 6, 4)) + 0.5 * shared
-    noise = rng.standard_normal((400, 40, 4, 6))
-    w2 = rho * (w1 - 0.5 * shared).transpose(0, 1, 3, 2) + np.sqrt(1 - rho**2) * noise
-    truth = rho / np.sqrt(1.25)
-    found = [naive.transposed_correlation(a, b) for a, b in zip(w1, w2, strict=True)]
-    assert sum(f.ci95[0] <= truth <= f.ci95[1] for f in found) >= 358
-    assert np.mean([f.value for f in found]) == pytest.approx(truth, abs=0.01)
-    detected = sum(f.p < 0.05 for f in found)
-    assert detected > 395 if rho else detected < 42
-
-
-def test_what_has_no_transposed_correlation_and_no_stripes_is_named(weights):
-    first, second = weights[:, :12].reshape(-1, 4, 3), weights[:, 17:].reshape(-1, 3, 4)
-    with pytest.raises(DataError, match="at least 3 networks"):
-        naive.transposed_correlation(first[:2], second[:2])
-    with pytest.raises(DataError, match="that vary"):
-        naive.transposed_correlation(np.ones_like(first), second)
+def test_what_has_no_stripes_is_named(weights):
     weights[:, :12] = 1
     found = weightscope.covariance(WeightArray(weights, SPEC))
-    assert "no correlation of fc1 and fc2 of `a`: expected weights that vary" in found.text()
     assert list(found.stripes) == ["a.fc2.weight"]
     assert "no stripe ratios of `a.fc1.weight`: stripes: expected matrices that vary" in found.text()
 

@@ -69,8 +69,7 @@ def fitted(population, workers, folder):
 
 def matrices(population, workers, folder):
     found = covariance_across(population, "mlp.fc?.weight", workers=workers)
-    numbers = [each.value for t in found.stripes.values() for each in t.ratios.values()]
-    return [np.array(numbers), np.array([t.value for t in found.transposed.values()])]
+    return [np.array([(each.value, *each.ci95, each.p) for each in t.ratios.values()]) for t in found.stripes.values()]
 
 
 EVERY = pytest.mark.parametrize("statistic", [covariance, leading, exchangeable, fitted, matrices])

@@ -4,7 +4,7 @@ import contextlib
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
@@ -26,11 +26,8 @@ from weightscope.statistics.coordinates import Coordinates, Function
 from weightscope.statistics.eigenpairs import Eigenpairs, top_eigenpairs
 from weightscope.statistics.mlps import (
     StripeResult,
-    TransposedCorrelation,
-    mean_correlation,
     stripe_ratios,
     stripe_terms,
-    transposed_terms,
 )
 from weightscope.statistics.moments import BLOCK, EntryMoments, Moments, Precision, finite_rows
 from weightscope.statistics.permutation_rules import permutations_by_name
@@ -58,11 +55,9 @@ class PopulationCovariance(Result):
     spec: WeightSpec  # names and shapes of the D' coordinates; its slices are the blocks of the matrix
     kind: Kind  # `"covariance"` (divisor n - 1) or `"correlation"`
     # `precision`, `folded_norms`, `constant` (coordinates without variance; their correlations are NaN), `rank_bound`,
-    # and `without_stripes` and `without_transposed` (tensor -> reason) where these could not be computed
+    # and `without_stripes` (tensor -> reason) where these could not be computed
     diagnostics: dict[str, Any]
     stripes: dict[str, StripeResult] = field(default_factory=dict)  # by tensor with at least two axes
-    # name of an MLP of which both matrices were selected -> the mean correlation of W1[i, j] with W2[j, i]
-    transposed: dict[str, TransposedCorrelation] = field(default_factory=dict)
     # computed coordinate -> mean over networks and units, its `ci95` over networks, and the `std` of its numbers
     computed: dict[str, dict[str, Any]] = field(default_factory=dict)
     columns: ClassVar = {
@@ -104,9 +99,6 @@ class PopulationCovariance(Result):
         out = []
         if self.stripes:
             out.append("column means: over outputs, one per input (and pixel); row means: over these, one per output")
-        for name, x in self.transposed.items():
-            ends = f"{x.value:+.4f} ({x.ci95[0]:+.4f} to {x.ci95[1]:+.4f})"
-            out.append(f"mean correlation of fc1[i, j] with fc2[j, i] of {name} over networks: {ends}")
         out += [
             f"mean of {name}: {x['mean']:+.3g} ({x['ci95'][0]:+.3g} to {x['ci95'][1]:+.3g}), std {x['std']:.3g}"
             for name, x in self.computed.items()
@@ -115,9 +107,8 @@ class PopulationCovariance(Result):
             out.append(f"left out: {self.excluded}, diverged, not finite, or equal to an earlier network")
         if constant := self.diagnostics.get("constant"):
             out.append(f"{constant} coordinates do not vary over the networks")
-        for key, what in (("transposed", "correlation of fc1 and fc2"), ("stripes", "stripe ratios")):
-            problems = self.diagnostics.get(f"without_{key}", {})
-            out += [f"no {what} of `{name}`: {why}" for name, why in problems.items()]
+        problems = self.diagnostics.get("without_stripes", {})
+        out += [f"no stripe ratios of `{name}`: {why}" for name, why in problems.items()]
         return out
 
     def to_dict(self) -> dict[str, Any]:
@@ -126,9 +117,8 @@ class PopulationCovariance(Result):
             name: {kind: {"ratio": x.value, "ci95": list(x.ci95), "p": x.p} for kind, x in result.ratios.items()}
             for name, result in self.stripes.items()
         }
-        transposed = {name: asdict(found) for name, found in self.transposed.items()}
         blocks = {name: [part.start, part.stop] for name, part in self.blocks.items()}
-        return out | {"blocks": blocks, "stripes": stripes, "transposed": transposed, "computed": self.computed}
+        return out | {"blocks": blocks, "stripes": stripes, "computed": self.computed}
 
     def plot(
         self,
@@ -228,8 +218,7 @@ def covariance_across(
 
     C = sum over networks of (w - mean)(w - mean)^T / (n - 1), in one pass over the data; memory is one D' x D' matrix
     and a few blocks of rows, independent of N. Diverged networks and non-finite rows are left out and counted in the
-    result. Of matrices and
-    convolutions, a second pass gives stripe ratios, and the correlation of fc1 and fc2 of MLPs.
+    result. Of matrices and convolutions, a second pass gives stripe ratios.
 
     Args:
         source: a population, its path, or a `WeightArray(weights, spec)`.
@@ -244,7 +233,7 @@ def covariance_across(
         fold_norms: fold each normalisation layer's gain and bias into the next linear map first.
         precision: `"float64"`, or `"float32"` for large D (see `Moments`).
         device: None for the CPU, or a torch device to accumulate on.
-        stripes: whether to compute the statistics of matrices.
+        stripes: whether to compute these.
         workers: processes of this machine, by default one for each core, or `Workers` of a cluster, that read a
             population of more than 4,096 networks (`weightscope.statistics.samples.over_parts`).
 
@@ -278,7 +267,7 @@ def covariance_across(
         result.computed[tensor.name] = _distribution(result, entries, tensor.name)
     matrices = [t.name for t in coordinates.tensors if stripes and len(t.shape) > 1 and 1 < t.shape[0] < t.size]
     if matrices:
-        _add_statistics(result, _Terms(coordinates.spec, matrices, entries), total)
+        _add_stripes(result, matrices, entries.mean, total)
     return result
 
 
@@ -335,47 +324,24 @@ def _distribution(found: PopulationCovariance, entries: EntryMoments, name: str)
     return {"mean": float(mean.mean()), "ci95": ci95, "std": math.sqrt(np.square(std).mean() + mean.var())}
 
 
-class _Terms:
-    """Terms of the statistics of matrices, of each network: four of each matrix, one of each MLP's pair of them."""
+def _add_stripes(result: PopulationCovariance, matrices: Sequence[str], mean: np.ndarray, total: Any) -> None:
+    """Stripe ratios of matrices; in the diagnostics, why some have none."""
 
-    def __init__(self, spec: WeightSpec, matrices: Sequence[str], entries: EntryMoments) -> None:
-        self.spec, self.matrices, self.mean = spec, matrices, entries.mean
-        self.scales = spec.unpack(entries.std())
-        self.pairs = {}  # name of an MLP -> those of its matrices
-        for first in matrices:
-            mlp, second = first.removesuffix(".fc1.weight"), first.replace(".fc1.weight", ".fc2.weight")
-            if mlp != first and second in matrices and spec[second].shape == spec[first].shape[::-1]:
-                self.pairs[mlp] = first, second
-
-    def __call__(self, blocks: Iterable[np.ndarray]) -> list[np.ndarray]:
-        """The terms (n, 4 matrices + pairs) of the finite ones among the networks, block by block."""
-        out = [np.empty((0, 4 * len(self.matrices) + len(self.pairs)))]
+    def terms(blocks: Iterable[np.ndarray]) -> list[np.ndarray]:
+        """Those of `stripe_terms` (n, 4 matrices) of the finite ones among the networks, block by block."""
+        out = [np.empty((0, 4 * len(matrices)))]
         for block in blocks:
-            tensors = self.spec.unpack(block[finite_rows(block)] - self.mean)
-            flat = [tensors[name].reshape(*tensors[name].shape[:2], -1) for name in self.matrices]
-            columns = [stripe_terms(np.ascontiguousarray(each)) for each in flat]
-            pairs = [
-                transposed_terms(tensors[a], tensors[b], self.scales[a], self.scales[b])[0]
-                for a, b in self.pairs.values()
-            ]
-            out.append(np.column_stack([*columns, *pairs]))
+            tensors = result.spec.unpack(block[finite_rows(block)] - mean)
+            flat = [tensors[name].reshape(*tensors[name].shape[:2], -1) for name in matrices]
+            out.append(np.column_stack([stripe_terms(np.ascontiguousarray(each)) for each in flat]))
         return out
 
-
-def _add_statistics(result: PopulationCovariance, terms: _Terms, total: Any) -> None:
-    """Stripe ratios of matrices, and correlations of MLPs' pairs of them; in the diagnostics, why some have none."""
     rows = np.concatenate(total(terms))
-    for i, name in enumerate(terms.matrices):
+    for i, name in enumerate(matrices):
         try:
             result.stripes[name] = stripe_ratios(rows[:, 4 * i : 4 * i + 4])
         except DataError as error:  # too few networks, or a tensor that does not vary
             result.diagnostics.setdefault("without_stripes", {})[name] = str(error)
-    for i, (mlp, (one, other)) in enumerate(terms.pairs.items(), 4 * len(terms.matrices)):
-        try:
-            entries = int(np.count_nonzero(terms.scales[one] * terms.scales[other].T))
-            result.transposed[mlp] = mean_correlation(rows[:, i], entries)
-        except DataError as error:
-            result.diagnostics.setdefault("without_transposed", {})[mlp] = str(error)
 
 
 @one_thread()

@@ -1,6 +1,5 @@
-"""MLP matrices over networks: stripes (variances of group means), and the correlation of W1 with the transposed W2."""
+"""Stripes of matrices over networks: variances of group means."""
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -97,51 +96,3 @@ def _ratio(above: np.ndarray, below: np.ndarray) -> StripeRatio:
     low, high = value * np.exp(-half), value * np.exp(half)
     p = 2.0 * stdtr(n - 1, -abs(np.log(value)) / error) if error > 0 else float(value == 1.0)
     return StripeRatio(float(value), (float(low), float(high)), float(p))
-
-
-@dataclass(frozen=True)
-class TransposedCorrelation:
-    """The mean over i, j of the correlation of W1[i, j] with W2[j, i] over networks."""
-
-    value: float  # the mean
-    ci95: tuple[float, float]  # its 95 % interval
-    p: float  # two-sided, of a mean of 0
-    entries: int  # number of pairs (i, j) that vary
-    n: int  # number of networks
-
-
-def transposed_terms(
-    first: np.ndarray, second: np.ndarray, scale: np.ndarray, other: np.ndarray
-) -> tuple[np.ndarray, int]:
-    """Each network's term of the mean correlation of W1[i, j] with W2[j, i] (N,), and the number of pairs that vary.
-
-        r_ij = sum_n z1_ij(n) z2_ji(n) / (N - 1),   s(n) = mean_ij z1_ij(n) z2_ji(n),   mean r = sum s(n) / (N - 1)
-
-    with z the deviations `first` (N, p, d) and `second` (N, d, p) from the means over networks in units of the standard
-    deviations `scale` (p, d) and `other` (d, p), which are zero for entries that do not vary.
-
-    Source: MLP paper, section 3 (anticorrelated W1 and W2 in ViTs, Fig. 1b).
-    """
-    product = scale * other.T
-    varies = product > 0
-    entries = int(varies.sum())
-    standard = first[:, varies] / product[varies]
-    return np.einsum("ne,ne->n", standard, second.transpose(0, 2, 1)[:, varies]) / max(entries, 1), entries
-
-
-def mean_correlation(shares: np.ndarray, entries: int) -> TransposedCorrelation:
-    """The mean correlation from the `transposed_terms` s(n) of all networks.
-
-    Networks are independent, so the interval is that of a mean of N numbers s(n), by Student's t. The correlation of
-    different entries of one network does not matter.
-    """
-    n = len(shares)
-    if n < 3:
-        raise DataError(f"expected at least 3 networks, found {n}")
-    if not entries:
-        raise DataError("expected weights that vary over the networks, found none")
-    value = float(shares.sum() / (n - 1))
-    error = float(shares.std(ddof=1)) / math.sqrt(n)
-    half = float(stdtrit(n - 1, 0.975)) * error
-    p = float(2 * stdtr(n - 1, -abs(value) / error)) if error > 0 else 0.0
-    return TransposedCorrelation(value, (max(-1.0, value - half), min(1.0, value + half)), p, entries, n)
