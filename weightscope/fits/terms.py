@@ -15,6 +15,7 @@ independent entries of variance 1 / d: that of values and outputs (r = d) has th
 """
 
 import itertools
+import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -292,7 +293,7 @@ def _rounded(values: Iterable[float]) -> list[float]:
     return [float(f"{value:.3g}") for value in values]
 
 
-_CODE = '''"""{summary}.
+_CODE = '''"""{terms} terms of {networks} networks, {share:.0%} of what `exchangeable` gains in held-out log-likelihood.
 
 Written by `weightscope fit-init {source} --explain`.
 """
@@ -300,9 +301,9 @@ Written by `weightscope fit-init {source} --explain`.
 from weightscope.init import from_terms_
 
 SCALES = {{  # mean and std at the first, middle and last block; of layers with a fan-in times sqrt(3 fan_in)
-{scales}}}
+{scale_lines}}}
 TERMS = [  # correlations, or stds of a part over that of independent entries, at the first and the last block
-{terms}]
+{term_lines}]
 
 
 def start(module, *, generator, gain=1.0):
@@ -365,9 +366,12 @@ class Explanation(Result):
 
     def code(self) -> str:
         """An initialiser in Python with these numbers, `start`, which `bench --init MODULE:start` takes."""
-        scales = [f"    {key!r}: ({_rounded(mean)}, {_rounded(std)}),\n" for key, (mean, std) in self.scales.items()]
-        terms = [f"    {term.stated!r},\n" for term in self.terms]
-        return _CODE.format(summary=self.summary(), source=self.source, scales="".join(scales), terms="".join(terms))
+        lines = [
+            f"    {json.dumps(key)}: ({_rounded(mean)}, {_rounded(std)}),\n" for key, (mean, std) in self.scales.items()
+        ]
+        terms = [f"    ({json.dumps(term.stated)[1:-1]}),\n" for term in self.terms]
+        numbers = {"terms": len(terms), "networks": self.networks, "share": self.share, "source": self.source}
+        return _CODE.format(**numbers, scale_lines="".join(lines), term_lines="".join(terms))
 
     def save(self, path: str | Path) -> Path:
         """Write `code` atomically; a WeightscopeError if that fails."""
