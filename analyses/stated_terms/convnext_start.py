@@ -21,12 +21,42 @@ TERMS = [  # correlations, or stds of a part over that of independent entries, a
     ("stages.0.blocks.*.conv_dw.weight", "stages.0.blocks.*.conv_dw.weight", "channels", "pixels 0 2", [0.0558, 0.109]),
     ("stages.0.blocks.*.mlp.fc2.weight", "stages.0.blocks.*.mlp.fc2.weight", "hidden", "std", [0.859, 0.62]),
     ("stages.0.blocks.*.mlp.fc1.weight", "stages.0.blocks.*.mlp.fc1.weight", "hidden", "std", [0.735]),
-    ("stages.0.blocks.*.conv_dw.weight", "stages.0.blocks.*.conv_dw.weight", "channels", "pixels 0 1", [-0.0683, 0.0437]),
-    ("stages.0.blocks.*.conv_dw.weight", "stages.0.blocks.*.conv_dw.weight", "channels", "pixels 2 4", [-0.00879, -0.0673]),
-    ("stages.0.blocks.*.conv_dw.weight", "stages.0.blocks.*.conv_dw.weight", "channels", "pixels 1 4", [-0.00394, -0.0705]),
+    (
+        "stages.0.blocks.*.conv_dw.weight",
+        "stages.0.blocks.*.conv_dw.weight",
+        "channels",
+        "pixels 0 1",
+        [-0.0683, 0.0437],
+    ),
+    (
+        "stages.0.blocks.*.conv_dw.weight",
+        "stages.0.blocks.*.conv_dw.weight",
+        "channels",
+        "pixels 2 4",
+        [-0.00879, -0.0673],
+    ),
+    (
+        "stages.0.blocks.*.conv_dw.weight",
+        "stages.0.blocks.*.conv_dw.weight",
+        "channels",
+        "pixels 1 4",
+        [-0.00394, -0.0705],
+    ),
     ("stages.0.blocks.*.norm.bias", "stages.0.blocks.*.mlp.fc1.weight", "means", "same block", [-0.853]),
-    ("stages.0.blocks.*.conv_dw.weight", "stages.0.blocks.*.conv_dw.weight", "channels", "pixels 0 3", [0.0106, 0.0569]),
-    ("stages.0.blocks.*.conv_dw.weight", "stages.0.blocks.*.conv_dw.weight", "channels", "pixels 0 4", [-0.0209, -0.0818]),
+    (
+        "stages.0.blocks.*.conv_dw.weight",
+        "stages.0.blocks.*.conv_dw.weight",
+        "channels",
+        "pixels 0 3",
+        [0.0106, 0.0569],
+    ),
+    (
+        "stages.0.blocks.*.conv_dw.weight",
+        "stages.0.blocks.*.conv_dw.weight",
+        "channels",
+        "pixels 0 4",
+        [-0.0209, -0.0818],
+    ),
 ]
 
 
