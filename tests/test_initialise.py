@@ -148,7 +148,7 @@ def test_an_audit_at_once_and_without_a_file(tmp_path, capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("vit", "--init", "mimetic_mlp", "-o", "a.pt"), "expected timm:NAME, hf:FOLDER or package.module:function"),
+        (("vit", "--init", "mimetic_mlp", "-o", "a"), "expected timm:NAME, hf:FOLDER, hf://ORG/NAME or package"),
         ((":small", "--init", "mimetic_mlp"), "-o: expected the file or folder to write, or --verify-only"),
         ((":small", "--init", "mimetic_mlp", "-o", "a.pt", "--verify-only"), "--verify-only writes no model"),
         ((":small", "--init", "mimetic_mlp", "-o", "a.bin"), "expected a file name ending in .safetensors, .pt, .pth"),

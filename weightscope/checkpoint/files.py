@@ -86,7 +86,10 @@ def open_path(path: Path, key: str | None) -> Store:
     if path.is_dir():
         return open_folder(Folder(path), key)
     if not path.exists():
-        raise DataError(f"{path}: no such file or folder; for a model at the hub write hf://org/name")
+        hint = "for a model at the hub write hf://org/name"
+        if str(path).startswith("timm:"):
+            hint = f"`weightscope init {path} --init default -o FILE` writes an untrained one"
+        raise DataError(f"{path}: no such file or folder; {hint}")
     if path.name.endswith(_KERAS):
         how = "numpy.savez('weights.npz', **{v.path: v.numpy() for v in model.variables})"
         raise UsageError(f"{path}: files of Keras are not read; save their arrays from Keras, {how}")

@@ -24,10 +24,8 @@ def build(model: str, options: Mapping[str, Any], seed: int) -> nn.Module:
     Options are arguments of `timm.create_model` or of the function, or fields of the config; the class is the first of
     the config's `architectures`. The library's own initialisation draws from the seed.
     """
-    library, _, name = model.partition(":")
+    library, name = _library(model)
     make = {"timm": timm_model, "hf": _transformers}.get(library)
-    if make is None and not is_reference(model):
-        raise UsageError(f"{model}: expected timm:NAME, hf:FOLDER or package.module:function")
     if library == "hf" and not name.startswith("//") and not Path(name).exists():
         raise UsageError(f"{model}: no such folder; for a model at the hub hf://ORG/NAME")
     with seeded(seed):
@@ -50,6 +48,14 @@ def build(model: str, options: Mapping[str, Any], seed: int) -> nn.Module:
     return found
 
 
+def _library(model: str) -> tuple[str, str]:
+    """`timm`, `hf` or a module, and the name in it."""
+    library, _, name = model.partition(":")
+    if library not in ("timm", "hf") and not is_reference(model):
+        raise UsageError(f"{model}: expected timm:NAME, hf:FOLDER, hf://ORG/NAME or package.module:function")
+    return library, name
+
+
 def _transformers(name: str, **options: Any) -> nn.Module:
     import transformers
 
@@ -69,8 +75,8 @@ def _transformers(name: str, **options: Any) -> nn.Module:
 
 
 def check_output(model: str, path: Path, *, overwrite: bool = False) -> None:
-    """UsageError if `save` cannot write there: another suffix, no such folder, or it exists."""
-    folder = model.startswith("hf:")
+    """UsageError if the model's name has another form, or `save` cannot write there: suffix, folder, or it exists."""
+    folder = _library(model)[0] == "hf"
     if path.exists() and (folder or not overwrite):
         raise UsageError(
             f"{path}: exists; name another" + (" or remove it" if folder else ", remove it, or add --overwrite")
