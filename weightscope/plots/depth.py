@@ -80,7 +80,7 @@ def depth_curves(
             ax.yaxis.set_minor_formatter(NullFormatter())
         ax.set_xlabel(axis)
         ax.set_title(wrap(statistic.label, 3.7, LABEL), fontsize=LABEL, fontweight="normal")
-        steps = FixedLocator(np.linspace(0, 1, 5)) if "depth" in axis else None  # of relative depth
+        steps = FixedLocator([0, 0.25, 0.5, 0.75, 1]) if "depth" in axis else None  # of relative depth
         ax.xaxis.set_major_locator(steps or MaxNLocator(8, integer=axis in ("layer", "block"), min_n_ticks=1))
         ax.grid(axis="y")
     several = curves if len(curves) > 1 else ()
