@@ -36,6 +36,7 @@ docs: $(INSTALLED)
 bench: $(INSTALLED)
 	$(BIN)/python benchmarks/population.py --json benchmarks/results/population.json
 	$(BIN)/python benchmarks/agreement.py --json benchmarks/results/agreement.json
+	$(BIN)/python benchmarks/waiting.py --json benchmarks/results/waiting.json
 	$(BIN)/python benchmarks/covariance.py --json benchmarks/results/covariance.json
 	$(BIN)/python benchmarks/initialisers.py --json benchmarks/results/initialisers.json
 	$(BIN)/python benchmarks/covariance_large.py --json benchmarks/results/covariance_large.json

@@ -143,6 +143,13 @@ def test_a_deep_network_of_few_channels_is_told_from_its_default_start():
     }
 
 
+def test_a_network_of_few_runs_is_not_expected_to_be_like_their_mean(monkeypatch):
+    """With as many runs as the mean is of, as of a ViT-T, intervals would not hold 0 if the runs were the same."""
+    model = made(lambda: ViT(image_size=8, patch_size=4, width=32, depth=1, heads=2, num_classes=10))(0)
+    monkeypatch.setattr("weightscope.auditing.runs.ENTRIES", 8 * sum(p.numel() for p in model.parameters()) + 1)
+    assert audit(wi.xavier_(model, generator=seeded(9)), "xavier").passed
+
+
 # --- every precision; every family is in the contract of the initialisers -------------------------------------------
 
 

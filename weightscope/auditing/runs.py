@@ -342,6 +342,7 @@ ALL_LAYERS = "all layers"
 # --- initialisers without statistics of their own -------------------------------------------------------------------
 
 MEANS = 8  # runs before those whose statistics are compared, which make the mean of each tensor; 2 of large networks
+_OTHERS = 1 << 20  # the first of their seeds (of 32 bits): a mean is like the runs that it is of
 
 
 def by_tensor(name: str, init: Callable[..., Any], source: NamedTensors, modules: Iterable[str] = ("",)) -> list[Check]:
@@ -365,7 +366,7 @@ def by_tensor(name: str, init: Callable[..., Any], source: NamedTensors, modules
             if reset is not None:
                 network.reset(names, reset)
             if run is not None:
-                init(network.target, generator=torch.Generator().manual_seed(run))
+                init(network.target, generator=torch.Generator().manual_seed(_OTHERS + run))
         return {key: network.source.get(key).detach().float() for key in names}
 
     names = network.below(modules)
