@@ -1,4 +1,4 @@
-"""What in the start that is drawn from trained ViTs does it, by rate and by step: reads analyses/derived_vit_start."""
+"""The start that is drawn from trained ViTs by rate and by step: reads analyses/derived_vit_start."""
 
 import json
 from pathlib import Path
@@ -14,14 +14,12 @@ from weightscope.plots import theme
 
 HERE = Path(__file__).parent
 STUDY = HERE.parent / "analyses" / "derived_vit_start"
-PARTS = {"parts": "sinusoidal positions", "parts, learned positions": "learned positions"}
 RATES = {
     "rates": "4 epochs, sinusoidal positions",
     "rates, learned positions": "4 epochs, learned positions",
     "rates, 16 epochs": "16 epochs, sinusoidal positions",
 }
-PARTS_TITLE = "Start drawn from trained ViTs: values and outputs, then the rest; permuted keys change nothing"
-RATES_TITLE = "At each start's own rate three fifths of the gain stay, and centring the tokens gives more"
+TITLE = "At each start's own rate three fifths of the gain stay, and centring the tokens gives more"
 STARTS = (
     "default",
     "derived",
@@ -34,13 +32,7 @@ STARTS = (
 
 
 STYLED = (*STARTS, "mimetic, VO only", "derived, VO only", "uniform, c = 0", "uniform, c = 0.4")
-NAMES = {
-    "derived, rest only": "derived, all but VO and QK",
-    "derived, K turned": "derived, sign of K turned",
-    "derived, V turned": "derived, sign of V turned",
-    "uniform, c = 0": "no attention at the start",
-    "uniform, c = 0.4": "uniform attention, W_V W_O = -0.4 I",
-}
+NAMES = {"uniform, c = 0": "no attention at the start", "uniform, c = 0.4": "uniform attention, W_V W_O = −0.4 I"}
 
 
 def style_of(arm: str) -> dict[str, Any]:
@@ -48,41 +40,6 @@ def style_of(arm: str) -> dict[str, Any]:
     i = STYLED.index(arm)
     style = {"color": theme.PALETTE[i % len(theme.PALETTE)], "marker": theme.MARKERS[i % len(theme.MARKERS)]}
     return style | {"ls": "-" if arm in STARTS else "--"}
-
-
-def kind(arm: str) -> int:
-    """Colour and marker: a start that is drawn, mimetic attention, or uniform attention."""
-    return 1 if arm.startswith("mimetic") else 2 if arm.startswith("uniform") else 0
-
-
-def draw_parts(results: dict[str, Any], out: Path) -> None:
-    """Points over the default of every arm of the first question."""
-    found = [name for name in PARTS if name in results]
-    rows = list(results[found[0]]["over_default"])
-    figure, axes = plots.subplots(
-        1, len(found), width=3.4 * len(found) + 2.4, height=0.3 * len(rows) + 1.6, title=PARTS_TITLE
-    )
-    for i, (ax, name) in enumerate(zip(axes[0], found, strict=True)):
-        for arm, row in results[name]["over_default"].items():
-            y, style = rows.index(arm), {"color": theme.PALETTE[kind(arm)]}
-            ax.plot(100 * np.array(row["difference_ci95"]), [y, y], lw=1.6, **style)
-            ax.plot(100 * row["difference"], y, theme.MARKERS[kind(arm)], ms=5, **style)
-        if i:
-            ax.sharex(axes[0][0])
-        ax.axvline(0, color=theme.INK, lw=1, ls=(0, (4, 2)), zorder=0)
-        ax.set(
-            yticks=range(len(rows)),
-            ylim=(len(rows) - 0.4, -0.6),
-            xlabel="points over the default start\n(pointwise 95 % intervals)",
-        )
-        ax.set_yticklabels([NAMES.get(arm, arm) for arm in rows] if i == 0 else [""] * len(rows))
-        for y, arm in enumerate(rows):
-            if arm not in results[name]["over_default"]:
-                ax.text(0.5, y, "not run", va="center", fontsize=8, color=theme.MUTED)
-        base = 100 * np.mean(results[name]["accuracies"]["default"])
-        ax.set_title(f"{PARTS[name]}\n{results[name]['n']} networks an arm, default {base:.1f} %", fontsize=9)
-        ax.grid(axis="y", lw=0.4, alpha=0.4)
-    plots.save(figure, out)
 
 
 def draw_curves(ax: Axes, found: dict[str, Any], title: str) -> None:
@@ -117,18 +74,17 @@ def draw_steps(ax: Axes, found: dict[str, Any]) -> None:
     ax.set_title(f"share of the tokens' mean in their square, {found['n']} networks", fontsize=9)
 
 
-def main(study: Path = STUDY, out: Path = HERE / "derived_vit_start.png") -> None:
+def main(study: Path = STUDY, out: Path = HERE / "derived_vit_start_rates.png") -> None:
     results = json.loads((study / "results.json").read_text())
-    draw_parts(results, out)
     found = [name for name in RATES if name in results]
-    figure, axes = plots.subplots(1, len(found) + 1, width=5.2 * (len(found) + 1), height=5.2, title=RATES_TITLE)
+    figure, axes = plots.subplots(1, len(found) + 1, width=5.2 * (len(found) + 1), height=5.2, title=TITLE)
     for ax, name in zip(axes[0], found, strict=False):
         choice, n = results[name]["choice"]["n"], results[name]["n"]
         draw_curves(ax, results[name], f"{RATES[name]}\nopen: {choice} seeds that chose; filled: {n} others, 95 %")
     draw_steps(axes[0][-1], results["by step"])
     for ax in (axes[0][0], axes[0][-1]):
         ax.legend(fontsize=7, frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=2)
-    plots.save(figure, out.with_stem(f"{out.stem}_rates"))
+    plots.save(figure, out)
 
 
 if __name__ == "__main__":

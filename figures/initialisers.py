@@ -41,7 +41,8 @@ def main(out: Path = HERE / "initialisers.png") -> None:
         [plots.Panel(filters[layer][:36, None], f"layer {layer + 1} of {last + 1}") for layer in (0, last)]
         for filters in (filters_before, filters_after)
     ]
-    figure = plots.filter_page(panels, row_labels=("default", "conv covariance"))
+    title = "Filters from the closed-form covariance lie about the centre and widen with depth"
+    figure = plots.filter_page(panels, row_labels=("default", "conv covariance"), title=title)
     plots.save(figure, out.with_name(f"{out.stem}_filters{out.suffix}"))
 
 

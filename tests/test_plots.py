@@ -162,6 +162,20 @@ def test_given_axes_are_drawn_on_and_keep_their_figure() -> None:
     assert title.get_text() == "" or not legend.overlaps(title.get_window_extent())
 
 
+def test_a_legend_is_said_once_in_a_figure_and_ticks_have_the_same_decimals() -> None:
+    figure, ((a, b, c),) = plots.subplots(1, 3)
+    for ax in (a, b):
+        plots.convergence(bench_summary(["default", "x"], [1, 8]), ax, title="panel")
+    plots.convergence(bench_summary(["default", "y"], [1, 8]), c)
+    assert [text.get_text() for text in a.get_legend().get_texts()] == ["default", "x"]
+    assert b.get_legend() is None
+    assert [text.get_text() for text in c.get_legend().get_texts()] == ["default", "y"]
+    a.set_ylim(0.21, 0.236)
+    figure.draw_without_rendering()
+    decimals = {len(label.get_text().partition(".")[2]) for label in a.get_yticklabels()}
+    assert decimals == {1}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["png", "pdf", "svg"])
 def test_saving_twice_gives_the_same_bytes(tmp_path: Path, kind: str) -> None:

@@ -255,7 +255,7 @@ def test_the_study_of_pretrained_networks(stage: str, tmp_path: Path, monkeypatc
     found = json.loads((tmp_path / "results.json").read_text())["digits"]
     assert {len(values) for values in found["accuracies"].values()} == {2}
     assert len(found["contrasts"]) == len(contrasts)
-    script("figures/pretrained_distribution.py").main(tmp_path, tmp_path / "figure.png")
+    script("figures/over_default.py").main("pretrained_distribution", tmp_path, tmp_path / "figure.png")
     assert (tmp_path / "figure.png").stat().st_size > 10_000
 
     network = build_for(recipe)
@@ -291,7 +291,7 @@ def test_the_study_of_another_source(tmp_path: Path) -> None:
     assert sum("p_holm" in found[name]["contrasts"][i] for name in ("short", "long") for i in range(3)) == 5
     edges = found["beyond the edges"]["accuracies"]
     assert {arm: len(values) for arm, values in edges.items()} == {"default": 3, study.OWN: 3, study.START: 3}
-    script("figures/other_source.py").main(tmp_path, tmp_path / "figure.png")
+    script("figures/over_default.py").main("other_source", tmp_path, tmp_path / "figure.png")
     assert (tmp_path / "figure.png").stat().st_size > 10_000
 
 
@@ -322,8 +322,9 @@ def test_the_study_of_the_derived_start_of_vits(tmp_path: Path, monkeypatch: pyt
         assert np.shape(row["common"]) == (3, 2)
         assert all(0 < value < 1 + 1e-6 for values in (*row["common"], row["entropy"]) for value in values)
     assert found["by step"]["arms"]["uniform, c = 0"]["entropy"] == pytest.approx([1, 1])
-    script("figures/derived_vit_start.py").main(tmp_path, tmp_path / "figure.png")
-    assert all((tmp_path / f"figure{end}.png").stat().st_size > 10_000 for end in ("", "_rates"))
+    script("figures/over_default.py").main("derived_vit_start", tmp_path, tmp_path / "parts.png")
+    script("figures/derived_vit_start.py").main(tmp_path, tmp_path / "rates.png")
+    assert all((tmp_path / f"{name}.png").stat().st_size > 10_000 for name in ("parts", "rates"))
 
     default, artifact = build_for(recipe), str(tmp_path / "work/population-sinusoidal/derived.safetensors")
 
@@ -363,5 +364,5 @@ def test_the_study_of_the_start_of_vits(tmp_path: Path, monkeypatch: pytest.Monk
     assert len(found["accuracies"]) == 1 + len(study.ARMS) + 2 * len(study.CENTRED)
     assert len(found["contrasts"]) == len(study.CONTRASTS)
     assert {len(values) for row in results[study.RATES].values() for values in row["accuracies"].values()} == {2}
-    script("figures/vit_start.py").main(tmp_path, tmp_path / "figure.png")
+    script("figures/over_default.py").main("vit_start", tmp_path, tmp_path / "figure.png")
     assert (tmp_path / "figure.png").stat().st_size > 10_000

@@ -12,7 +12,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.patches import Rectangle
-from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
+from matplotlib.ticker import FixedLocator, Formatter, FuncFormatter, MaxNLocator, NullLocator
 from matplotlib.transforms import ScaledTranslation
 
 from weightscope._util.arms import (
@@ -76,8 +76,23 @@ def ends(rows: Sequence[Row], everything: Sequence[Row], metric: Metric) -> tupl
 
 def value_axis(axis: Any, factor: float = 1.0) -> None:
     """Tick labels of an axis of stored values or of differences, times a factor to the unit of the axis label."""
-    axis.set_major_locator(MaxNLocator(6, steps=[1, 2, 2.5, 5, 10]))
-    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{factor * value:.6g}".replace("-", "−")))
+    axis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10]))  # 2.5 needs a decimal more
+    axis.set_major_formatter(_Alike(factor))
+
+
+class _Alike(Formatter):
+    """Tick labels of values times a factor, all with the decimals that one of them needs: 22.5, 25.0."""
+
+    def __init__(self, factor: float) -> None:
+        self.factor = factor
+
+    def __call__(self, value: float, position: int | None = None) -> str:
+        return self.format_ticks([value])[0]
+
+    def format_ticks(self, values: Sequence[float]) -> list[str]:
+        texts = [f"{self.factor * value:.6g}" for value in values]
+        decimals = 0 if "e" in "".join(texts) else max(len(text.partition(".")[2]) for text in texts or [""])
+        return [(f"{float(text):.{decimals}f}" if decimals else text).replace("-", "−") for text in texts]
 
 
 def difference_label(metric: Metric, what: str, pairs: Sequence[int | None] = (), rows: Sequence[Row] = ()) -> str:
@@ -330,7 +345,7 @@ def metric_along(
     lengths = {row["epochs"] for row in summary}
     text = {at[repr(value)]: value_text(value, axis) for value in values}
     after = f" after {epochs_text(min(lengths))}" if len(lengths) == 1 else ""
-    words = axis.rpartition(".")[2].replace("_", " ")
+    words = "data set" if axis == "data.name" else axis.rpartition(".")[2].replace("_", " ")
     return _means(ax, lines, metric, words, title, text=text, after=after, log_from=16 if numeric else np.inf)
 
 

@@ -21,6 +21,7 @@ from matplotlib.axes import Axes
 from matplotlib.colors import CenteredNorm
 from matplotlib.figure import Figure, SubFigure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.text import Text
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 from matplotlib.transforms import Bbox
 from PIL import Image
@@ -194,7 +195,23 @@ class Canvas:
         return float(self.ax.figure.figure.get_size_inches()[0]) * (0.8 if self.owned else self.ax.get_position().width)
 
     def legend(self, handles: Sequence[Any], title: str | None = None) -> None:
-        """Place a legend above the axes, in as many columns as fit; long labels are broken."""
+        """Place a legend above the axes, in as many columns as fit; long labels are broken.
+
+        What a legend of another panel of the figure says is not said again.
+        """
+        others = [ax.get_legend() for ax in self.ax.figure.figure.axes if ax is not self.ax]
+        titles = {_flat(legend.get_title()) for legend in others if legend is not None}
+        shown = {
+            (_flat(text), *_look(handle))
+            for legend in others
+            if legend is not None
+            for text, handle in zip(legend.get_texts(), legend.legend_handles, strict=True)
+        }
+        if all((str(handle.get_label()), *_look(handle)) in shown for handle in handles):
+            handles = []
+        title = None if title in titles else title
+        if not handles and title is None:
+            return
         for handle in handles:
             handle.set_label(wrap(str(handle.get_label()), self.width - 0.6))
         self.ax.legend(
@@ -222,9 +239,19 @@ class Canvas:
         return self.ax
 
 
+def _flat(text: Text) -> str:
+    """A text that was wrapped, on one line."""
+    return text.get_text().replace("\n", " ")
+
+
+def _look(handle: Any) -> tuple[Any, ...]:
+    """What tells the handles of a legend apart besides their labels."""
+    return tuple(getattr(handle, f"get_{name}", lambda: None)() for name in ("color", "marker", "linestyle"))
+
+
 def legend_columns(handles: Sequence[Any], width: float) -> int:
     """As many columns of a legend as fit into `width` inches."""
-    widest = max(inches(str(handle.get_label())) for handle in handles) + 0.6
+    widest = max((inches(str(handle.get_label())) for handle in handles), default=0.0) + 0.6
     return max(1, min(len(handles), int(width / widest)))
 
 
