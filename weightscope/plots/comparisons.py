@@ -76,7 +76,7 @@ def ends(rows: Sequence[Row], everything: Sequence[Row], metric: Metric) -> tupl
 
 def value_axis(axis: Any, factor: float = 1.0) -> None:
     """Tick labels of an axis of stored values or of differences, times a factor to the unit of the axis label."""
-    axis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10]))  # 2.5 needs a decimal more
+    axis.set_major_locator(MaxNLocator(8, steps=[1, 2, 5, 10]))  # 2.5 needs a decimal more
     axis.set_major_formatter(_Alike(factor))
 
 
