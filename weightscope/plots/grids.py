@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import matplotlib
 import numpy as np
@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.patches import Rectangle
 
-from weightscope._util.checks import choice, count
+from weightscope._util.checks import count
 from weightscope.errors import DataError, UsageError
 from weightscope.plots import theme
 from weightscope.plots.covariance import checked_square
@@ -87,15 +87,14 @@ def matrix_grid(
     row_labels: Sequence[str] = (),
     column_labels: Sequence[str] = (),
     clip: int | None = 64,
-    share: Literal["row", "all"] = "row",
     quantity: str = "value",
     title: str | None = None,
 ) -> Figure:
     """Matrices in rows and columns, such as Q K^T of every head (down) and layer (across) (thesis, Fig. 3.17 and 3.23).
 
-    `matrices` (R, C, m, n), or R sequences of C matrices and None, are shown up to row and column `clip`. A `"row"`, or
-    `"all"`, share one colour scale, centred at zero. It ends at the median over the matrices of the 99.5 % quantile of
-    their absolute values, rounded up, so that one outlying layer does not wash out the others. Matrices that are too
+    `matrices` (R, C, m, n), or R sequences of C matrices and None, are shown up to row and column `clip`. A row
+    shares one colour scale, centred at zero. It ends at the median over the matrices of the 99.5 % quantile of their
+    absolute values, rounded up, so that one outlying layer does not wash out the others. Matrices that are too
     large after clipping are averaged over cells of f x f entries, which keeps the contrast of a diagonal; a note says
     so, with the `quantity`. A matrix that is not finite is drawn as a grey panel and ignored by the colour scale.
 
@@ -103,10 +102,9 @@ def matrix_grid(
         >>> save(matrix_grid(qk, column_labels=[f"layer {i}" for i in range(12)]), "qk.png")
     """
     panels, full = _clipped(matrices, None if clip is None else count("clip", clip))
-    choice("share", share, ("row", "all"))
     panels, factor, size = _sized(panels)
-    limits = _limits(panels, share)
-    note = f"{quantity}; colours hold {100 * _TYPICAL:g} % of a typical matrix{' of the row' if share == 'row' else ''}"
+    limits = _limits(panels)
+    note = f"{quantity}; colours hold {100 * _TYPICAL:g} % of a typical matrix{' of the row' * (len(panels) > 1)}"
     if clip is not None and clip < max(full):
         note += f"; upper left {min(full[0], clip)} × {min(full[1], clip)} of {full[0]} × {full[1]}"
     note += f"; cells are means over {factor} × {factor}" if factor > 1 else ""
@@ -114,8 +112,7 @@ def matrix_grid(
     figure, axes = panel_figure(len(panels), len(panels[0]), size, note=note, title=title, **labels)
     for line, drawn, limit in zip(axes, panels, limits, strict=True):
         _draw(line, drawn, **theme.colours(limit))
-    bars = zip(axes, limits, strict=True) if share == "row" else [(axes, limits[0])]
-    for beside, limit in bars:
+    for beside, limit in zip(axes, limits, strict=True):
         if limit:
             _bar(beside, {x: number(x) for x in (-limit, 0, limit)}, **theme.colours(limit))
     return figure
@@ -161,11 +158,9 @@ def averaged(panel: np.ndarray, factor: int) -> np.ndarray:
     return sums / np.outer(heights, widths)
 
 
-def _limits(panels: _Panels, share: str) -> list[float]:
+def _limits(panels: _Panels) -> list[float]:
     """One colour limit for each row; 0 for a row without a finite matrix."""
     finite = [[np.abs(p) for p in line if p is not None and np.isfinite(p).all()] for line in panels]
-    if share == "all":
-        finite = [[p for line in finite for p in line]] * len(panels)
     out = []
     for line in finite:
         limit = float(np.median([np.quantile(p, _TYPICAL) for p in line])) if line else 0.0
