@@ -18,7 +18,7 @@ from weightscope.spec import WeightSpec
 from weightscope.statistics.exchangeable import invariant_parts
 from weightscope.statistics.permutations import InvariantType, PermutationSpec, View, bare, is_signed, pairs_of
 
-BLOCK = re.compile(r"(?P<stack>(?:.*\.)?(?:blocks|layers?)\.)(?P<index>\d+)(?P<rest>\..+)")
+BLOCK = re.compile(r"(?P<stack>(?:.*\.)?(?:blocks?|layers?|resblocks|h)\.)(?P<index>\d+)(?P<rest>\..+)")
 _EMBEDDING = re.compile(r"(.*\.)?(embed_tokens|word_embeddings|wte)\.weight")  # default std 1 at any width
 
 

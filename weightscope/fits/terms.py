@@ -4,14 +4,14 @@ The covariance that `exchangeable` fits has a number of its own for each pair of
 number, or two that are interpolated over relative depth, for all pairs of a kind:
 
     (a, b, along, where)     the correlation of tensors a and b along units that both have, where: "same block",
-                             "1 apart" (blocks), "outside" (one is in no block), "pixels 0 1" (apart in one filter)
+                             "1 apart" (blocks), "outside" (not both in blocks), "pixels 0 1" (apart in one filter)
     (a, a, along, "std")     the standard deviation of a's part along these units over that of its single entries
 
 The part of a tensor along units is its mean over all others, times the root of their number: of `fc1.weight` along
 "channels" the column means. Single entries are what is left without these means; terms along two kinds of units tie
-them. Of two matrices W_1 (r, d) and W_2 (d, r) whose entries ij and ji have the
-correlation c, the product is on average W_2 W_1 ~ alpha Z + beta I with beta / alpha = c sqrt(r / d), where Z has
-independent entries of variance 1 / d: that of values and outputs (r = d) has the form of thesis Eq. 3.13.
+them. Of two matrices W_1 (r, d) and W_2 (d, r) whose entries ij and ji have the correlation c, the product is on
+average W_2 W_1 ~ alpha Z + beta I with beta / alpha = c sqrt(r / d), where Z has independent entries of variance 1 / d:
+that of values and outputs (r = d) has the form of thesis Eq. 3.13.
 """
 
 import itertools
@@ -70,7 +70,7 @@ def _where(a: View, p: int, b: View, q: int) -> str | None:
         return None
     mine, theirs = BLOCK.fullmatch(a.name), BLOCK.fullmatch(b.name)
     if not (mine and theirs):
-        return "outside" if mine or theirs else "same block"
+        return "outside"
     if mine["stack"] != theirs["stack"]:
         return None
     apart = abs(int(mine["index"]) - int(theirs["index"]))
