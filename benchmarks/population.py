@@ -5,11 +5,13 @@
 The work of one network-step is a batch of 64 images: gathering it, forward, backward, clipping, AdamW. Each
 contender uses all cores in its best way: the loop is measured in one process with all threads and in one process
 for each core with one thread, in the default and in the channels-last layout, eager and compiled; its best setting of
-the run counts. Ours is measured with torch's and with compiled kernels. Contenders take turns for
+the run counts. `torch.func.vmap` and, if it is installed, `jax.jit(jax.vmap(step))` (`in_jax.py`) are measured as well.
+Ours is measured with torch's and with compiled kernels. Contenders take turns for
 several rounds, because machines are noisy; the medians over rounds and their range are reported.
 """
 
 import argparse
+import importlib.util
 import multiprocessing as mp
 import os
 import shutil
@@ -153,7 +155,15 @@ def vmapped(recipe: Recipe, data: Dataset, device: torch.device, *, bfloat16: bo
     return work
 
 
+def jaxed(recipe: Recipe, data: Dataset, device: torch.device) -> Callable[[], int]:
+    """`jax.jit(jax.vmap(step))`, with the optimiser."""
+    import in_jax
+
+    return in_jax.jitted(recipe, data, device)
+
+
 OURS = ("torch kernels", "compiled kernels")
+MANY = ("vmap", "jax.vmap")  # peers that are no loops over networks
 CONTENDERS: dict[str, tuple[Callable[..., Callable[[], int]], dict[str, Any]]] = {
     "torch kernels": (batched, {"kernels": "torch"}),
     "compiled kernels": (batched, {"kernels": "compiled"}),
@@ -161,6 +171,7 @@ CONTENDERS: dict[str, tuple[Callable[..., Callable[[], int]], dict[str, Any]]] =
     "loop, channels last": (loop, {"channels_last": True}),
     "compiled loop": (loop, {"compiled": "default"}),
     "vmap": (vmapped, {}),
+    "jax.vmap": (jaxed, {}),
 }
 PEERS = [name for name in CONTENDERS if name not in OURS]
 
@@ -215,7 +226,7 @@ def measure(case: str, rounds: int, seconds: float, names: list[str]) -> list[di
         for setting in settings(usable_cores(), names):
             found.setdefault(setting, []).append(rate(case, *setting, seconds))
     measured = {name: found.pop((name, usable_cores(), 1)) for name in ours()}
-    loops = [setting for setting in found if setting[0] != "vmap"]
+    loops = [setting for setting in found if setting[0] not in MANY]
     best = max(loops, key=lambda setting: statistics.median(found[setting]), default=None)
     rows = []
     for name, mine in measured.items():
@@ -250,6 +261,9 @@ def main() -> None:
     if "compiled loop" in names and not (shutil.which("g++") or shutil.which("clang++")):
         print("without the compiled loop: torch.compile needs a C++ compiler, and there is none")
         names = [name for name in names if name != "compiled loop"]
+    if "jax.vmap" in names and importlib.util.find_spec("jax") is None:
+        print("without JAX: pip install 'weightscope-toolkit[benchmarks]'")
+        names = [name for name in names if name != "jax.vmap"]
     rows = []
     for case in options.case or CASES:
         for row in measure(case, options.rounds, options.seconds, names):
