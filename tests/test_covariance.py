@@ -201,7 +201,7 @@ def test_the_default_picture_of_matrices_is_of_group_means(tmp_path):
     means = rows[:, :512].reshape(60, 32, 16).mean(axis=1)
     (image,) = found.plot(kind="covariance").axes[0].images
     np.testing.assert_allclose(np.asarray(image.get_array())[:16, :16], np.cov(means.T), atol=1e-12)
-    (entries,) = found.plot(means=False).axes[0].images
+    (entries,) = found.plot(cells=600).axes[0].images
     assert entries.get_array().shape[0] > 100
     # Running statistics are left out unless selected; convolutions have a table, too.
     spec = WeightSpec([TensorSpec("conv", (4, 2, 3, 3)), TensorSpec("bn.running_mean", (4,), "statistic")])

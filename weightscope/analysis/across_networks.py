@@ -124,22 +124,21 @@ class PopulationCovariance(Result):
         self,
         path: str | Path | None = None,
         *,
-        means: bool | None = None,
+        means: bool = False,
         kind: Kind | None = None,
         cells: int | None = None,
     ) -> "Figure":
         """Draw the matrix, its blocks ruled off (MLP paper, Fig. 1), or that of group means.
 
-        Means of channels show stripes that the noise of single entries hides; by default they are drawn where stripe
-        ratios were computed, or single entries do not fit into the picture, unless `cells` says how many of these are
-        drawn along a side at most (600). Several tensors are drawn as correlations unless `kind` says otherwise, since
-        their variances differ. The file (.png, .pdf, .svg) is written if there is a path. DataError for means over
-        fewer than 3 networks, of which the error is not known.
+        Means of channels show stripes that the noise of single entries hides. They are drawn with `means`, and without
+        `cells` where stripe ratios were computed or the matrix has more than 600 coordinates; else single entries,
+        averaged over at most so many `cells` along a side (600). Several tensors are drawn as correlations unless
+        `kind` says otherwise, since their variances differ. The file (.png, .pdf, .svg) is written if there is a path.
+        DataError for means over fewer than 3 networks, of which the error is not known.
         """
         from weightscope import plots
 
-        if means is None:
-            means = cells is None and (bool(self.stripes) or self.spec.size > plots.covariance.CELLS)
+        means = means or (cells is None and (bool(self.stripes) or self.spec.size > plots.covariance.CELLS))
         kind = kind or ("correlation" if len(self.spec) > 1 else self.kind)
         title = f"{kind.capitalize()}{' of group means' if means else ''} over {self.networks()}"
         within = plots.covariance.chance(self.n) if means and kind == "correlation" else None

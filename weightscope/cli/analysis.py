@@ -200,15 +200,11 @@ _TABLE: Mapping[str, Sequence[str]] = {
     help="For a population with snapshots: the epoch (of sequences, the step) of training; with --exchangeable also "
     "all, which draws the strongest entries against training.",
 )
-@click.option(
-    "--means/--entries",
-    default=None,
-    help="For a population: draw group means, over hidden units, or single entries.  [default: means of matrices]",
-)
+@click.option("--means", is_flag=True, help="For a population: draw means of channels, the default for matrices.")
 @click.option(
     "--cells",
     type=click.IntRange(1),
-    help="For a population: draw single entries, averaged over at most so many cells a side.  [default: 600]",
+    help="For a population: draw single entries, averaged over at most so many cells a side.",
 )
 @click.option(
     "--eigenpairs",
@@ -268,7 +264,6 @@ def covariance(
       weightscope covariance efficientnet-lite0.pth --init default --picture depth
     """
     given = {key: x for key, x in options.items() if x is not None and x is not False and x != ()}
-    given |= {} if options["means"] is None else {"means": options["means"]}
     throughout = exchangeable and at == "all"
     if at is not None and not throughout and not (at.isdecimal() and len(at) < 16):
         raise UsageError(f"--at: expected an epoch or a step, or all with --exchangeable, found {at}")

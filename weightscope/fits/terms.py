@@ -25,8 +25,8 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
-from scipy import stats
 from scipy.linalg import cho_factor, cho_solve, cholesky
+from scipy.special import stdtr, stdtrit
 
 from weightscope._util import atomic
 from weightscope._util.results import Result
@@ -219,12 +219,11 @@ class _Estimate:
             found = t, means[name] / layout.units[name], sqrt(squares[name]) / layout.units[name]
             each.setdefault(pattern_of(name), []).append(found)
         self.scales = {key: (_knots(found, 1), _knots(found, 2)) for key, found in each.items()}
-        self.stds, self.correlations = [], []
+        self.correlations = []
         for number, kind in enumerate(layout.types):
             part, (_, std) = self.parts[number], layout.scale(self.scales, number)
             variances = (self.products[number] - np.outer(part, part)) / kind.dimension
             own = np.sqrt(variances.diagonal())
-            self.stds.append(std)
             self.correlations.append(variances / np.outer(own, own))
             np.fill_diagonal(self.correlations[-1], own / std)
         self.values = {key: self._fitted(found) for key, found in layout.entries.items()}
@@ -234,7 +233,7 @@ class _Estimate:
         dimensions = [self.layout.types[number].dimension for number in entries]
         y = np.concatenate([self.correlations[number][i, j] for number, (i, j, _) in entries.items()])
         t = np.concatenate([t for *_, t in entries.values()])
-        w = np.repeat(dimensions, [len(i) for i, *_ in entries.values()]) / 1.0
+        w = np.repeat(dimensions, [len(i) for i, *_ in entries.values()])
         mean, centre = float(w @ y / w.sum()), float(w @ t / w.sum())
         spread = float(w @ (t - centre) ** 2)
         slope = float(w @ ((t - centre) * y)) / spread if spread > 1e-12 * w.sum() else np.nan
@@ -435,7 +434,7 @@ def explain(
     folds = [(_Estimate(sums, groups % FOLDS != k), _Estimate(sums, groups % FOLDS == k)) for k in range(FOLDS)]
 
     def score(chosen: Mapping[Key, bool], numbers: Iterable[int]) -> float:
-        return sum(fit.log_prob(n, chosen, held) * held.n for fit, held in folds for n in numbers) / len(rows)
+        return sum(one.log_prob(n, chosen, held) * held.n for one, held in folds for n in numbers) / len(rows)
 
     everything = range(len(layout.types))
     rival = fit(opened, literal(names), structure="exchangeable", joint="all", holdout=FOLDS, permutations=permutations)
@@ -454,7 +453,7 @@ def explain(
         if gain > 0 and (gain >= least * most or (" x " in key[2] and key[3] != _STD)):
             chosen[key] = sloped[key]
             mean, start, slope = whole.values[key]
-            half = float(stats.t.isf(0.025, len(groups) - 1)) * errors[key]
+            half = -float(stdtrit(len(groups) - 1, 0.025)) * errors[key]
             values = (start, start + slope) if sloped[key] else (mean,)
             terms.append(Term(*key, values, mean - half, mean + half, gain / most))
     scores["terms"] = score(chosen, everything)
@@ -470,7 +469,7 @@ def _significant(whole: _Estimate, left_out: Sequence[_Estimate]) -> tuple[dict[
     errors = np.sqrt((groups - 1) / groups * np.square(each - each.mean(axis=0)).sum(axis=0))
     found = np.array([whole.values[key] for key in keys]) - [[key[3] == _STD, 0, 0] for key in keys]
     t = np.abs(found[:, (0, 2)]) / np.maximum(errors[:, (0, 2)], 1e-12)
-    p = np.nan_to_num(2 * stats.t.sf(t, groups - 1), nan=1.0)
+    p = np.nan_to_num(2 * stdtr(groups - 1, -t), nan=1.0)
     adjusted = np.reshape(holm(p.reshape(-1)), p.shape)
     sloped = {
         key: bool(slope < 0.01) for key, (mean, slope) in zip(keys, adjusted, strict=True) if min(mean, slope) < 0.01
