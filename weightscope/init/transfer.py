@@ -75,8 +75,8 @@ def transfer_(
 ) -> M:
     """Copy tensors of the same name and shape from a source.
 
-    Names and layers are matched as by `select_weights_`: those of Hugging Face's transformers to timm's (and ours), and
-    1 x 1 convolutions to linear layers.
+    Names and layers are matched as by `select_weights_`: those of Hugging Face's transformers to timm's (and ours),
+    1 x 1 convolutions to linear layers, and the embedding of tokens across families.
 
     Args:
         filters: of another size than the module's: "exact" refuses them, "pad" surrounds them by zeros or takes their
@@ -89,6 +89,7 @@ def transfer_(
 
     Example:
         >>> transfer_(new, trained, components="attention")
+        >>> transfer_(mamba, transformer, select="*embeddings.weight")
     """
     choice("filters", filters, ("exact", "pad", "resample"))
     wanted = _trained.chosen(module, components, select)
