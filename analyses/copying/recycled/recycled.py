@@ -1,4 +1,4 @@
-"""Starts of Mambas from a Transformer trained on the same strings, one of several at random."""
+"""Starts of Mambas from a Transformer trained on the same task, one of several at random."""
 
 import torch
 from torch import Generator, nn
@@ -26,7 +26,9 @@ def recycled_(
     if embedding != "none":
         wi.transfer_(module, source, select="*embeddings.weight")
     if embedding == "permuted":
-        wi.permute_(module, mode="rows", select="*embeddings.weight", generator=generator)
+        with torch.no_grad():
+            table = module.get_submodule("backbone.embeddings").weight
+            table.copy_(table[torch.randperm(len(table), generator=generator)])
     if attention != "none":
         wi.ssm_from_attention_(module, source)
     if attention == "permuted":
