@@ -11,7 +11,8 @@ from references_init import low_rank_product
 from torch import nn
 
 from weightscope import anatomy
-from weightscope.init import mimetic_ssm_, repeat_layer_, ssm_from_attention_
+from weightscope.errors import SpecError
+from weightscope.init import mimetic_ssm_, repeat_layer_, ssm_from_attention_, transfer_
 from weightscope.networks.sequences import CausalTransformer, Mamba
 
 COMPONENTS = {
@@ -54,6 +55,18 @@ def test_queries_and_keys_become_outputs_and_inputs(version, heads):
             product = source.scale * source.read("q")[g].double() @ source.read("k")[g].double().T
             torch.testing.assert_close(c[rows].T @ b[rows], low_rank_product(product, 4), atol=1e-6, rtol=1e-5)
             assert part.read("B").abs().sum(1).min() > 0  # states that the head leaves free can still learn
+
+
+def test_an_embedding_is_recycled_across_families():
+    """And refused where a module has two tables, or the source another vocabulary."""
+    trained, network = CausalTransformer(9, 16, 1, heads=2), Mamba(9, 16, 1, state=4)
+    transfer_(network, trained, select="*embeddings.weight")
+    assert torch.equal(network.lm_head.weight, trained.embeddings.weight)
+    two = {"a.embed_tokens.weight": trained.embeddings.weight, "b.embed_tokens.weight": trained.embeddings.weight}
+    with pytest.raises(SpecError, match="the source has no"):
+        transfer_(network, two, select="*embeddings.weight")
+    with pytest.raises(SpecError, match=r"expected \(9, 16\), found \(7, 16\)"):
+        transfer_(network, CausalTransformer(7, 16, 1, heads=2), select="*embeddings.weight")
 
 
 def test_one_layer_for_all():

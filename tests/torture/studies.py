@@ -142,6 +142,10 @@ def test_benchmarks_of_copying_run(recipe: Path, tmp_path: Path, monkeypatch: py
         many = {"population.networks": 10, "population.tile": 10}
         population = collect(Recipe.load(source).replace({**small, **many}), tmp_path / "source.pop", **options)
         script(str(source.with_name("fit.py").relative_to(ROOT))).main([str(population.path), "--least", "0"])
+    if (teacher := recipe.with_name("teacher.toml")).exists():
+        monkeypatch.syspath_prepend(recipe.parent)
+        of_attention = {name: value for name, value in small.items() if name != "network.state"}
+        collect(Recipe.load(teacher).replace(of_attention), tmp_path / "teacher.pop", **options)
     study = Recipe.load(recipe)
     assert study.bench is not None
     small["data.length"] = getattr(study.data, "shortest", None) or 2
