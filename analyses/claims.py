@@ -130,6 +130,13 @@ def entry(network: str, scheme: str, block: str) -> tuple[float, ...]:
     return row["value"], *row["ci95"], rows["networks"]
 
 
+def pointwise(what: str) -> tuple[float, ...]:
+    """A correlation on CIFAR-10: value, interval, number of networks."""
+    found = load("cifar_structure/results.json")
+    (row,) = (row for row in found["pointwise"] if row["what"] == what)
+    return row["correlation"], *row["ci"], found["networks"]
+
+
 def effect(switch: str) -> tuple[float, ...]:
     """The effect of a component of the mimetic start of Mamba, in points."""
     rows = load("copying/components/effects.json")
@@ -237,9 +244,11 @@ def claims() -> list[Claim]:
         Claim("and more than fc2", "MLP paper, Fig. 1a", "mlp_stripes", "quotient of the ratios, block 0", (quotient["quotient"], *quotient["ci95"], networks), null=1),
         Claim("W1 and W2 are anticorrelated in ViTs", "MLP paper, section 2", "one_structure", "correlation of one unit and channel, block 1", entry("vit", "fc1 and fc2, one unit and channel", "blocks.1."), sign=-1),
         Claim("not in ConvNeXts", "MLP paper, section 2", "one_structure", "the same, block 1", entry("convnext", "fc1 and fc2, one unit and channel", "blocks.1."), sign=0, margin=0.02),
-        Claim("W2 of the last and first block are anticorrelated", "thesis Fig. 3.39", "one_structure", "correlation of row means", entry("convnext", "across layers: fc2 row means of two blocks", last), sign=-1, decide="16,000 networks on CIFAR-10"),
+        Claim("W2 of the last and first block are anticorrelated", "thesis Fig. 3.39", "one_structure", "correlation of row means, on the digits", entry("convnext", "across layers: fc2 row means of two blocks", last), sign=-1, decide="the next row"),
+        Claim("the same, on CIFAR-10", "thesis Fig. 3.39", "cifar_structure", "the same, pointwise interval", pointwise("W2 of blocks 0 and 3"), sign=-1, declared=True),
         Claim("but those of neighbouring blocks are", "thesis 3.4.3", "one_structure", "the same, blocks 2 and 3 (0 and 1: +0.092)", entry("convnext", "across layers: fc2 row means of two blocks", "stages.0.blocks.2.mlp.fc2.weight stages.0.blocks.3.mlp.fc2.weight"), sign=-1, decide="which pairs of blocks: 16,000 networks"),
-        Claim("Central filter pixels are anticorrelated with the magnitude of diag(W2 W1)", "thesis 3.4.3", "one_structure", "correlation over all blocks", entry("convnext", "beyond covariances: central pixel and |diag(W2 W1)|", "all blocks"), sign=-1, decide="16,000 networks on CIFAR-10"),
+        Claim("Central filter pixels are anticorrelated with the magnitude of diag(W2 W1)", "thesis 3.4.3", "one_structure", "correlation over all blocks, on the digits", entry("convnext", "beyond covariances: central pixel and |diag(W2 W1)|", "all blocks"), sign=-1, decide="the next row"),
+        Claim("the same, on CIFAR-10", "thesis 3.4.3", "cifar_structure", "the same, pointwise interval", pointwise("central pixel and |diag(W2 W1)|, all blocks"), sign=-1, decide="4,096 networks of its recipe", declared=True),
         Claim("Selected weights of a larger network are a better start", "selection paper, Table 3", "selection_inits", "selection - default, 10 epochs", less("selection_inits", "select_weights (teacher=teacher.pop::0)", "default", alpha=0, epochs=10), 9.1, decide="the next row"),
         Claim("the same, of a teacher that saw other labels", "selection paper, Table 3", "selection_labels_inits", "selection - default, 10 epochs, five classes", selected("other") - accuracy("selection_labels_inits", "default"), 9.1, declared=True),
         Claim("Part of it is of the classes and images that the teacher saw (not claimed)", "selection paper, Table 3", "selection_labels_inits", "the students' classes - other classes, mean of four teachers", selected("same") - selected("other"), declared=True),

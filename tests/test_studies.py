@@ -302,3 +302,38 @@ def test_equivalence_needs_an_interval_within_the_margin() -> None:
     one = [{"init": "a", "seed": k, "accuracy": 0.5 + 0.01 * k} for k in (2, 0, 1)]
     other = [{"init": "b", "seed": k, "accuracy": 0.5} for k in range(3)]
     assert study.compared(BenchResult(one + other, []), "a", "b") == pytest.approx([0, 1, 2])
+
+
+def test_correlations_of_filters_follow_from_sums_over_channels() -> None:
+    """Means and covariances of sums give what all channels of all networks give, for single blocks and all of them."""
+    study = script("analyses/cifar_structure/run.py")
+    recipe = Recipe.load(ROOT / "populations" / "cifar10-convnext-16px.toml").replace({"network.depth": 2})
+    sums = study.Sums("none", recipe, Path("none"), sums_only=True)
+    weights = np.random.default_rng(0).normal(size=(30, sums.spec.size)) ** 3
+    for rows in (weights[:7], weights[7:]):
+        sums.add(rows, np.zeros(len(rows)), np.zeros(len(rows), bool))
+    tensors, pairs = sums.spec.unpack(weights), []
+    for block in ("stages.0.blocks.0.", "stages.0.blocks.1."):
+        product = tensors[f"{block}mlp.fc2.weight"] @ tensors[f"{block}mlp.fc1.weight"]
+        diagonal, pixel = (
+            np.abs(np.diagonal(product, axis1=1, axis2=2)),
+            tensors[f"{block}conv_dw.weight"][:, :, 0, 3, 3],
+        )
+        pairs.append([x - x.mean() for x in (pixel, diagonal)])
+    for blocks in ([0], [1], [0, 1]):
+        f, d = (np.concatenate([pairs[block][i] for block in blocks], axis=1) for i in (0, 1))
+        a, b, c = (f * d).sum(1), (f * f).sum(1), (d * d).sum(1)
+        r = a.sum() / np.sqrt(b.sum() * c.sum())
+        psi = a / np.sqrt(b.sum() * c.sum()) - r / 2 * (b / b.sum() + c / c.sum())
+        found = study.of_filters(sums.filters, 16, study.MAGNITUDE, blocks, 0.05)
+        assert found["correlation"] == pytest.approx(r, abs=1e-9)
+        assert found["error"] == pytest.approx(np.sqrt(30 / 29 * np.square(psi).sum()), rel=1e-6)
+
+
+def test_planted_correlations_of_cifar_structure_are_found() -> None:
+    """Large ones in every population, in untouched networks in hardly any: 3 populations, fixed seeds."""
+    study = script("analyses/cifar_structure/run.py")
+    recipe = Recipe.load(ROOT / "populations" / "cifar10-convnext-16px.toml").replace({"network.depth": 2})
+    study.PLANTED = (-0.5, -0.4)
+    none, planted = study.errors(recipe, 30, 3, 0.005)
+    assert (none["called"], planted["called"]) == ([0, 0], [1, 1])

@@ -8,6 +8,7 @@ import importlib
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,21 @@ def test_the_stripes_study_and_its_figure(population: Population, tmp_path: Path
     sums = study.fast_ratio(fc1, 1).sum(0)
     row = next(r for r in result["stripes"] if (r["block"], r["matrix"], r["means"]) == (0, "fc1", "column"))
     assert sums[0] / sums[1] == pytest.approx(row["ratio"])
+
+
+def test_the_study_of_structure_on_cifar(tmp_path: Path) -> None:
+    """Of a few networks on digits, collected as the study does."""
+    small = {"data.name": "digits", "data.size": None, "data.train": 64, "data.test": 40, "training.epochs": 1}
+    recipe = Recipe.load(ROOT / "populations" / "cifar10-convnext-16px.toml").replace(small | {"population.tile": 8})
+    (tmp_path / "tiny.toml").write_text(tomli_w.dumps(recipe.to_dict()))
+    collecting = script("analyses/gpu_populations/collect.py")
+    sums = collecting.Sums("tiny", recipe, tmp_path, sums_only=True)
+    assert collecting.collect(sums, recipe, 8, time.monotonic() + 600, device="cpu")
+    options = ["--recipe", tmp_path / "tiny.toml", "--sums", tmp_path, "--out", tmp_path, "--populations", "1"]
+    found = script("analyses/cifar_structure/run.py").main([str(option) for option in options])
+    assert (found["networks"], found["look"], len(found["pointwise"])) == (8, "first", 6 + 3 * 5)
+    script("figures/cifar_structure.py").main(tmp_path, tmp_path / "cifar.png")
+    assert (tmp_path / "cifar.png").stat().st_size > 10_000
 
 
 @pytest.mark.parametrize("figure", ["closed_form", "initialisers"])

@@ -37,10 +37,9 @@ def mimetic_mlp_(
     value of b or sigma, so that there is no published preset.
 
     The added matrix of "scalar" has the spectral norm b s sqrt(p n), b sqrt(p / 3) with the default unit, which grows
-    with the width; that of the random entries, about (1 + sqrt(p / n)) / sqrt(3), does not. In ConvNeXts b of 1, 2 and
-    3 in either direction gave 3.0, 4.0 and 4.4 points (`analyses/mlp_wide_inits`, n = 64), 1 and 2 gave 0.5 and 0.6
-    (`mlp_sweep_inits`, n = 16). After a LayerNorm with unit gain and zero bias the inputs of W1 sum to zero, and
-    "scalar" changes only the gradients of the LayerNorm at the start.
+    with the width; that of the random entries, about (1 + sqrt(p / n)) / sqrt(3), does not. docs/initialisers.md has a
+    table by width and what was measured. After a LayerNorm with unit gain and zero bias the inputs of W1 sum to zero,
+    and "scalar" changes only the gradients of the LayerNorm at the start.
 
     Args:
         mode: "scalar", "rows" or "anticorrelated".
