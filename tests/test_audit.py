@@ -220,17 +220,6 @@ def test_a_report_names_layer_head_and_statistic_and_is_a_result_and_json():
     assert set(values["checks"][0]) == keys
 
 
-def test_a_structure_that_is_scaled_is_told_from_one_that_is_missing():
-    model = wi.mimetic_attention_(small_vit(0), generator=seeded(0))
-    for part in anatomy.attention(model):
-        for letter in "qkvo":
-            part.write(letter, 1.2 * part.read(letter))
-    found = audit(model, "mimetic_attention")
-    assert found.scaled("mimetic_attention") == pytest.approx((1.44, 1.44), rel=0.03)
-    assert "the structure is there, but scaled: what failed is 1.4" in str(found)
-    assert audit(small_vit(0), "mimetic_attention").scaled("mimetic_attention") is None
-
-
 def test_nan_fails_and_has_a_form_in_json():
     assert AuditReport(()).summary() == "nothing to audit"
     bad = Check("x", "qk", 0, 0, "n", "s", math.nan, 0.0, math.inf)

@@ -15,13 +15,11 @@ import fake_training as fake
 import numpy as np
 import pytest
 import torch
-from click.testing import CliRunner
 from huggingface_hub import constants
 from safetensors.torch import save_file
 
 from weightscope import training
 from weightscope._util import atomic, workers
-from weightscope.cli import cli
 from weightscope.errors import DataError, RecipeError, Resumable, UsageError, WeightscopeError
 from weightscope.networks import build_for
 from weightscope.population import Population
@@ -29,7 +27,6 @@ from weightscope.recipe import DataConfig
 from weightscope.training.collection import _Bar, collect, train_shard
 from weightscope.training.planning import plan
 from weightscope.training.request import Request
-from weightscope.training.tensorboard import tensorboard
 
 
 def run(path, recipe=None, **options):
@@ -475,44 +472,3 @@ def test_each_tile_is_told_as_it_ends(tmp_path, monkeypatch):
     with pytest.raises(ZeroDivisionError):
         run(tmp_path / "a.pop", on_tile=lambda result: 1 / 0)
     assert len(Population(tmp_path / "a.pop")) == 20  # what was trained is kept
-
-
-def test_tensorboard(tmp_path, monkeypatch):
-    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    fake.use(monkeypatch)
-    run(tmp_path / "a.pop", on_tile=tensorboard(tmp_path / "logs"))
-    [logs] = (tmp_path / "logs").iterdir()
-    events = accumulator.EventAccumulator(str(logs), size_guidance={"histograms": 0}).Reload()
-    assert logs.name == "a"
-    values = Population(tmp_path / "a.pop").metrics["test_accuracy"][:8, -1]
-    found = events.Scalars("test_accuracy")
-    assert [each.step for each in found] == [0, 1, 2]
-    assert found[0].value == pytest.approx(np.delete(values, 5).mean())  # which diverged
-    assert [each.value for each in events.Scalars("diverged")] == pytest.approx([1 / 8, 1 / 8, 0])
-    assert events.Histograms("test_accuracy")[0].histogram_value.num == 7
-
-
-@pytest.mark.parametrize(("value", "shown"), [(np.inf, 0), (np.nan, 0), (1e25, 0), (2.0, 2)])
-def test_tensorboard_of_metrics_beyond_its_bins(tmp_path, value, shown):
-    """The perplexity of a loss above 88 is infinite in float32; it does not stop the run."""
-    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    metrics = {"diverged": np.zeros(2, bool), "test_perplexity": np.full(2, value)}
-    tensorboard(tmp_path)(SimpleNamespace(name="a", metrics=metrics, seconds=1.0, tile=0))
-    events = accumulator.EventAccumulator(str(tmp_path / "a")).Reload()
-    np.testing.assert_equal([each.value for each in events.Scalars("test_perplexity")], [np.float32(value)])
-    found = [events.Histograms(name)[0].histogram_value.num for name in events.Tags()["histograms"]]
-    assert found == [shown] * bool(shown)
-
-
-def test_a_folder_for_tensorboard_that_cannot_be_made(tmp_path):
-    pytest.importorskip("tensorboard")
-    (tmp_path / "file").touch()
-    with pytest.raises(WeightscopeError, match=r"cannot make the folder .*file"):
-        tensorboard(tmp_path / "file")
-
-
-def test_log_that_is_none(tmp_path):
-    found = CliRunner().invoke(cli, ["collect", "digits-convnext", "-o", str(tmp_path / "a.pop"), "--log", "wandb:x"])
-    assert isinstance(found.exception, UsageError)
-    assert str(found.exception) == "--log: expected tensorboard:DIR, found wandb:x"
-    assert not (tmp_path / "a.pop").exists()

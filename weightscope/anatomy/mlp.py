@@ -7,6 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from weightscope.anatomy.architectures import names
 from weightscope.anatomy.convolution import DepthwisePart
 from weightscope.anatomy.convolution import find as find_depthwise
 from weightscope.anatomy.tensors import (
@@ -33,33 +34,6 @@ class Scheme:
     fc1: str  # expands
     fc2: str  # contracts
     gate: str | None = None  # its output passes the activation and multiplies; equal to `fc1` when both are packed
-    conv1d: bool = False  # the tensors may be those of transformers' Conv1D, stored (in, out)
-
-
-SCHEMES: tuple[Scheme, ...] = (
-    Scheme("up_proj", "down_proj", "gate_proj"),  # Llama and its relatives
-    Scheme("gate_up_proj", "down_proj", "gate_up_proj"),  # Phi-3
-    Scheme("fc1_x", "fc2", "fc1_g"),  # timm SwiGLU
-    Scheme("weights_in", "weights_out", "weights_in"),  # DINOv2 giant
-    Scheme("Wi", "Wo", "Wi"),  # ModernBERT
-    Scheme("wi_1", "wo", "wi_0"),  # T5 1.1
-    Scheme("w3", "w2", "w1"),  # Llama as published
-    Scheme("fc1", "fc2"),  # timm, transformers' ViT, CLIP, Whisper, ours
-    Scheme("linear1", "linear2"),  # nn.TransformerEncoderLayer
-    Scheme("c_fc", "c_proj", conv1d=True),  # GPT-2
-    Scheme("intermediate.dense", "output.dense"),  # BERT
-    Scheme("intermediate_dense", "output_dense"),  # wav2vec 2.0
-    Scheme("pwconv1", "pwconv2"),  # ConvNeXt as published
-    Scheme("lin1", "lin2"),  # DistilBERT, SAM
-    Scheme("dense_h_to_4h", "dense_4h_to_h"),  # GPT-NeoX, BLOOM
-    Scheme("fc_in", "fc_out"),  # GPT-J
-    Scheme("ffn", "ffn_output"),  # ALBERT
-    Scheme("wi", "wo"),  # T5
-    Scheme("up_proj", "down_proj"),
-    Scheme("mlp.0", "mlp.3"),  # torchvision's ViT
-    Scheme("mlp.0", "mlp.2"),
-    Scheme("block.3", "block.5"),  # torchvision's ConvNeXt
-)
 
 
 # MLPs that compute relative position biases, and those of MLP-Mixers over tokens, do not read the residual stream.
@@ -94,8 +68,8 @@ def find(tensors: NamedTensors) -> Parts[MLPPart]:
         weights = None if POSITIONAL.search(prefix) else _slots(tensors, prefix, scheme)
         if weights is None:
             return None
-        names = {part: slot.name.removesuffix("weight") + "bias" for part, slot in weights.items()}
-        biases = {part: Slot(name, weights[part].rows, vector=True) for part, name in names.items() if name in tensors}
+        own = {part: slot.name.removesuffix("weight") + "bias" for part, slot in weights.items()}
+        biases = {part: Slot(name, weights[part].rows, vector=True) for part, name in own.items() if name in tensors}
         (hidden, width), gate = weights["fc1"].size(tensors), weights.get("gate")
         if gate is not None and gate.size(tensors) != (hidden, width):
             raise AnatomyError(f"`{gate.name}`: expected {(hidden, width)} as of fc1, found {gate.size(tensors)}")
@@ -103,8 +77,7 @@ def find(tensors: NamedTensors) -> Parts[MLPPart]:
         path = owning([weights["fc1"].name, weights["fc2"].name])
         return MLPPart(0, path, kind, width, hidden, tensors, weights, biases)
 
-    names = {scheme: (scheme.fc1, scheme.fc2, scheme.gate) for scheme in SCHEMES}
-    schemes = {scheme: tuple(f"{n}.weight" for n in dict.fromkeys(three) if n) for scheme, three in names.items()}
+    schemes = {Scheme(*row): tuple(f"{name}.weight" for name in dict.fromkeys(row)) for row in names("mlps")}
     return in_layers(places(tensors, schemes, build), tensors)
 
 
@@ -114,7 +87,7 @@ def _slots(tensors: NamedTensors, prefix: str, scheme: Scheme) -> dict[str, Slot
     shapes = tensors.shape(first), tensors.shape(second)
     if any(len(s) < 2 or any(n != 1 for n in s[2:]) for s in shapes):
         return None
-    transposed = scheme.conv1d and _is_conv1d(tensors, f"{prefix}{scheme.fc1}")
+    transposed = f"{scheme.fc1}.weight" in names("conv1d") and _is_conv1d(tensors, f"{prefix}{scheme.fc1}")
     (rows, columns), (back, inner) = (s[1::-1] if transposed else s[:2] for s in shapes)
     gated = scheme.gate == scheme.fc1
     packed = gated or (scheme.gate is None and rows == 2 * inner)  # timm's GluMlp packs under the name of a plain fc1

@@ -253,8 +253,7 @@ def impulse_attention_checks(source: NamedTensors, **p: Any) -> list[Check]:
         part = impulse.of_positions_alone(part, p["causal"])
         codes, tokens = impulse.position_codes(part, impulse.nearest_table(part, tables), p["grid"])
         known = impulse.known_offsets(p["offsets"], p["filter_size"], tokens)
-        x = impulse.normalised(codes) if p["normalise"] else codes.double()
-        free = p["norm"] == "free"
+        x, free = impulse.normalised(codes), p["norm"] == "free"
         checks += _maps(chosen_heads([part], p["heads"])[0], x, tokens, known, free, free and p["adam_steps"] is None)
     if not checks:
         raise AnatomyError("expected layers solved for positions, found none to check")

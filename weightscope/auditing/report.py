@@ -192,9 +192,6 @@ class AuditReport(Result):
                 "undecidable": f"UNDECIDABLE, all {len(mine)} checks pass",
             }[outcome]
             lines.append(f"{name}: {verdict} (false alarms < {100 * RATE:.2g} % of audits)")
-            if factors := self.scaled(name):
-                times = " to ".join(dict.fromkeys(f"{factor:.3g}" for factor in factors))
-                lines.append(f"  the structure is there, but scaled: what failed is {times} times what is expected")
             lines += [*self._power_lines(name), *_tables(mine)]
         if self.unconfirmed:
             names = listing(self.unconfirmed, 3)
@@ -210,31 +207,6 @@ class AuditReport(Result):
                 why = f"{expected}, found {found}" if found else expected
                 lines.append(f"  {', '.join(who)}: {expected}" if once else f"{', '.join(who)}: does not apply, {why}")
         return "\n".join(lines)
-
-    def scaled(self, name: str) -> tuple[float, float] | None:
-        """The factors, from the smallest to the largest, that explain all that failed of an initialiser; else None.
-
-        What failed in a part is explained if divided by one positive factor it is in the expected intervals: a scale is
-        not a structure. The factor is that of the statistic with the relatively narrowest interval.
-        """
-        parts: dict[tuple[str, str, int | None], list[Check]] = {}
-        for check in self.failures:
-            if check.initialiser == name:
-                parts.setdefault((check.name, check.part, check.head), []).append(check)
-        factors: list[float] = []
-        for failed in parts.values():
-            middles = [(check.low + check.high) / 2 for check in failed]
-            if not all(
-                check.low * check.high > 0 and math.isfinite(middle)
-                for check, middle in zip(failed, middles, strict=True)
-            ):
-                return None
-            widths = [abs(check.high - check.low) / abs(middle) for check, middle in zip(failed, middles, strict=True)]
-            best = widths.index(min(widths))
-            factors.append(factor := failed[best].found / middles[best])
-            if not factor > 0 or not all(check.low <= check.found / factor <= check.high for check in failed):
-                return None
-        return (min(factors), max(factors)) if factors else None
 
     def _power_lines(self, name: str) -> list[str]:
         """What the audit would have found, and what it cannot tell."""

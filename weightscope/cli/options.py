@@ -87,9 +87,6 @@ def training_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return data_option(device_option(workers(command)))
 
 
-log_option = click.option(
-    "--log", metavar="tensorboard:DIR", help="Also write the metrics of each tile for TensorBoard, into this folder."
-)
 data_option = click.option(
     "--data", type=click.Path(path_type=Path, file_okay=False), help="Folder searched first for the data set."
 )
@@ -147,18 +144,6 @@ def file_options(command: Callable[..., Any], adapter: bool = True) -> Callable[
 key_option = functools.partial(file_options, adapter=False)
 
 partial_option = click.option("--partial", is_flag=True, help="Use the networks of an incomplete population.")
-
-
-def tile_logger(text: str | None) -> Any:
-    """The `on_tile` of `--log`."""
-    if text is None:
-        return None
-    kind, _, folder = text.partition(":")
-    if kind != "tensorboard" or not folder:
-        raise UsageError(f"--log: expected tensorboard:DIR, found {text}")
-    from weightscope.training.tensorboard import tensorboard
-
-    return tensorboard(folder)
 
 
 def maybe_partial(source: str, partial: bool, at: int | None = None) -> Any:

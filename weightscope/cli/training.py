@@ -22,7 +22,6 @@ from weightscope.cli.options import (
     heads_option,
     json_option,
     layout_option,
-    log_option,
     maybe_partial,
     out_option,
     overwriting,
@@ -33,7 +32,6 @@ from weightscope.cli.options import (
     refuse_others,
     set_option,
     spread_options,
-    tile_logger,
     training_options,
     varied,
     write_csv,
@@ -73,7 +71,6 @@ def demo(out: Path, networks: int, epochs: int, seeds: int, **options: Any) -> N
 @click.option("--plan", is_flag=True, help="Only show tiles, bytes, expected hours and limits, from a few timed steps.")
 @click.option("--price", type=float, help="Of an hour of one worker, for the cost with --plan.")
 @set_option
-@log_option
 @training_options
 @json_option
 def collect(
@@ -82,7 +79,6 @@ def collect(
     plan: bool,
     price: float | None,
     changes: tuple[str, ...],
-    log: str | None,
     json_file: Path | None,
     **options: Any,
 ) -> None:
@@ -103,7 +99,6 @@ def collect(
         wanted = wanted.replace({"population.networks": options["networks"]})
     if price is not None and not plan:
         raise UsageError("--price requires --plan")
-    _check_plan(plan, log)
     if plan:
         from weightscope.training.planning import plan as estimate
 
@@ -116,16 +111,11 @@ def collect(
     from weightscope.analysis.inspection import population_contents
     from weightscope.training.collection import collect as train
 
-    train(wanted, out, on_tile=tile_logger(log), **options)
+    train(wanted, out, **options)
     contents = population_contents(out)
     click.echo(contents.brief())
     if json_file is not None:
         write_json(json_file, contents.to_dict())
-
-
-def _check_plan(plan: bool, log: str | None) -> None:
-    if log is not None and plan:
-        raise UsageError("--log cannot be combined with --plan, which trains no tile")
 
 
 @command("import")
@@ -405,7 +395,6 @@ _GAIN_TRAINING = ("data", "device", "gain_seeds", "gain_epochs")  # options of t
     "-o", "--out", type=click.Path(path_type=Path), help="Folder of the results.  [default: named after the recipe]"
 )
 @click.option("--overwrite", is_flag=True, help="Replace the results of another benchmark in this folder.")
-@log_option
 @training_options
 @csv_option
 @json_option
@@ -417,7 +406,6 @@ def bench(
     only_plan: bool,
     probe: bool,
     throughput: bool,
-    log: str | None,
     vary: tuple[str, ...],
     changes: tuple[str, ...],
     **options: Any,
@@ -445,22 +433,20 @@ def bench(
 
     folder = out or default_folder(recipe)
     wanted = recipe_of(recipe).replace(parsed_options(changes)) if changes else recipe
-    _check_plan(only_plan, log)
     if probe:
-        unused = {"--plan": only_plan, "--log": log, "--throughput": throughput, "--workers": options.pop("workers")}
+        unused = {"--plan": only_plan, "--throughput": throughput, "--workers": options.pop("workers")}
         if given := next((flag for flag, value in unused.items() if value), None):
             raise UsageError(f"{given} cannot be combined with --probe, which trains no tile")
         folder = out or Path(f"{str(folder).removesuffix('-bench')}-probe")
         result = linear_probe(wanted, inits, folder, vary=varied(vary), **options)
     else:
-        on_tile = tile_logger(log)  # an error of it comes first
         plan = plan_bench(wanted, inits, folder, vary=varied(vary), **options, measure=only_plan)
         if only_plan:
             click.echo(plan.text())
             write_json(json_file, plan.to_dict())
             return
         click.echo(plan.summary(), err=True)  # as progress is; the results are on stdout
-        result = plan.run(on_tile=on_tile, throughput=throughput)
+        result = plan.run(throughput=throughput)
     click.echo(result.text())
     click.echo(f"wrote {', '.join(map(str, _write(result, folder)))}")
     write_csv(result)

@@ -245,7 +245,6 @@ def impulse_attention_(
     pseudo_input: str = "positions",
     following: str | None = None,
     same_layers: bool = False,
-    normalise: bool = True,
     grid: int | Sequence[int] | None = None,
     causal: bool | None = None,
     layers: int | list[int] | None = None,
@@ -275,7 +274,6 @@ def impulse_attention_(
             in [-1, 1], "positions+gaussian" or "positions+uniform".
         following: the pseudo input of all later layers; None for the one of the first.
         same_layers: give every layer the offsets and rotations of the first.
-        normalise: apply LayerNorm to the pseudo input, as networks do that normalise before attention.
         grid: of a module without a position embedding: (rows, columns) or a length, for sinusoidal codes.
         causal: of a sequence, whether later tokens are masked where the module's caller decides it; None refuses such.
         heads: which heads of each layer; None for all; of heads that share a key all or none.
@@ -301,7 +299,6 @@ def impulse_attention_(
     choice("pseudo_input", pseudo_input, PSEUDO_INPUTS)
     choice("following", following or pseudo_input, PSEUDO_INPUTS)
     flag("same_layers", same_layers)
-    flag("normalise", normalise)
     choice("norm", norm, NORMS)
     if adam_steps is not None:
         count("adam_steps", adam_steps)
@@ -323,7 +320,7 @@ def impulse_attention_(
         split = len(plans) if following is None else sum(plan.part.name == first for plan in plans)
         for kind, chosen in ((pseudo_input, plans[:split]), (following or pseudo_input, plans[split:])):
             if chosen:
-                x = _pseudo(kind, codes, normalise, generator)
+                x = _pseudo(kind, codes, generator)
                 if adam_steps is None:
                     found = _solved(x, tokens, chosen, norm)
                 else:
@@ -390,14 +387,14 @@ def position_codes(
     return codes, replace(tokens, causal=bool(part.causal))
 
 
-def _pseudo(kind: str, codes: Tensor, normalise: bool, generator: Generator) -> Tensor:
-    """The pseudo input (N, d) of a kind, float64."""
+def _pseudo(kind: str, codes: Tensor, generator: Generator) -> Tensor:
+    """The pseudo input (N, d) of a kind after LayerNorm, float64."""
     out = codes.double() if kind.startswith("positions") else torch.zeros_like(codes, dtype=torch.float64)
     if kind.endswith("gaussian"):
         out = out + truncated(*codes.shape, std=0.5, cut=2.0, generator=generator)
     elif kind.endswith("uniform"):
         out = out + (torch.special.ndtr(normal(*codes.shape, generator=generator)) * 2 - 1)
-    return normalised(out) if normalise else out
+    return normalised(out)
 
 
 class _Plan(NamedTuple):
