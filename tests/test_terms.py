@@ -57,7 +57,9 @@ def test_planted_terms_are_found_with_their_size_and_no_others(planted):
         middle, half = (found[key].low + found[key].high) / 2, (found[key].high - found[key].low) / 2
         assert abs(middle - np.mean(values)) < 1.8 * half  # 3.6 standard errors, since the interval has 95 %
     assert planted.scales[VO[0]][1] == pytest.approx([1.0, 1.5, 2.0], rel=0.02)
-    assert 0.9 < planted.share < 1.1  # of what the fit with all numbers gains
+    gains = {name: value - planted.log_prob["independent"] for name, value in planted.log_prob.items()}
+    assert 0.9 < gains["terms"] / gains["exchangeable"] < 1.1
+    assert sum(term.share for term in planted.terms) == pytest.approx(min(1, gains["terms"] / gains["exchangeable"]))
 
 
 def test_of_independent_entries_no_term_is_found():
@@ -65,6 +67,19 @@ def test_of_independent_entries_no_term_is_found():
     found = [explain(population(SCALES, {}, networks=64, seed=seed)) for seed in range(3)]
     assert sum(len(one.terms) for one in found) == 0
     assert min(one.tested for one in found) > 300
+
+
+def test_scales_that_three_depths_do_not_state_are_no_terms():
+    """Independent entries, five and two times as large in the first of twelve blocks: no part differs from them."""
+    uneven = {pattern: ([0.0], [5.0, 2.0, *[1.0] * 10]) for pattern in TENSORS}
+    assert explain(population(uneven, {}, networks=64, depth=12), "*.mlp.fc1.weight").terms == ()
+
+
+def test_of_few_networks_a_term_may_gain_more_than_all_numbers():
+    found = explain(population(SCALES, {STRIPES: [1.5]}, networks=40))
+    assert found.log_prob["exchangeable"] < found.log_prob["independent"] < found.log_prob["terms"]
+    assert [(term.where, term.share) for term in found.terms] == [("std", 1.0)]
+    assert "are more than exchangeable gains" in found.summary()
 
 
 def test_the_code_draws_what_was_found_into_another_depth_and_width(planted, tmp_path, monkeypatch):

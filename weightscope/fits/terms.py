@@ -50,6 +50,7 @@ Scales = Mapping[str, tuple[Sequence[float], Sequence[float]]]
 FOLDS = 8
 _GROUPS = 32  # of networks, at most, for standard errors
 _STD = "std"
+_MOST = 1 - 1e-9  # a larger correlation is one of equal parts
 
 
 def pattern_of(name: str) -> str:
@@ -221,33 +222,43 @@ class _Estimate:
         self.scales = {key: (_knots(found, 1), _knots(found, 2)) for key, found in each.items()}
         self.correlations = []
         for number, kind in enumerate(layout.types):
-            part, (_, std) = self.parts[number], layout.scale(self.scales, number)
-            variances = (self.products[number] - np.outer(part, part)) / kind.dimension
+            part, freedom = self.parts[number], kind.dimension if kind.groups else 1 - 1 / self.n
+            variances = (self.products[number] - np.outer(part, part)) / freedom
             own = np.sqrt(variances.diagonal())
             self.correlations.append(variances / np.outer(own, own))
-            np.fill_diagonal(self.correlations[-1], own / std)
-        self.values = {key: self._fitted(found) for key, found in layout.entries.items()}
+            np.fill_diagonal(self.correlations[-1], own / [sqrt(squares[v.name]) for v, _ in layout.rows[number]])
+        self.values = {key: self._fitted(found, key[3] == _STD) for key, found in layout.entries.items()}
 
-    def _fitted(self, entries: Mapping[int, Entries]) -> tuple[float, float, float]:
-        """Mean over the entries, and intercept and slope over depth by least squares; NaN where all have one depth."""
+    def _fitted(self, entries: Mapping[int, Entries], std: bool) -> tuple[float, float, float]:
+        """Mean over the entries, and intercept and slope over depth by least squares; NaN where all have one depth.
+
+        Of correlations on Fisher's scale, artanh; of standard deviations as logarithms, their mean that of the root
+        mean square. Means over few networks are less biased and skewed there.
+        """
         dimensions = [self.layout.types[number].dimension for number in entries]
         y = np.concatenate([self.correlations[number][i, j] for number, (i, j, _) in entries.items()])
         t = np.concatenate([t for *_, t in entries.values()])
         w = np.repeat(dimensions, [len(i) for i, *_ in entries.values()])
-        mean, centre = float(w @ y / w.sum()), float(w @ t / w.sum())
+        scaled = np.log(y) if std else np.arctanh(np.clip(y, -_MOST, _MOST))
+        mean = float(np.log(w @ y**2 / w.sum()) / 2 if std else w @ scaled / w.sum())
+        centre = float(w @ t / w.sum())
         spread = float(w @ (t - centre) ** 2)
-        slope = float(w @ ((t - centre) * y)) / spread if spread > 1e-12 * w.sum() else np.nan
+        slope = float(w @ ((t - centre) * scaled)) / spread if spread > 1e-12 * w.sum() else np.nan
         return mean, mean - slope * centre, slope
+
+    def stated(self, key: Key, sloped: bool) -> tuple[float, ...]:
+        """The value of a term, or those at relative depths 0 and 1."""
+        mean, start, slope = self.values[key]
+        return _unscaled(key, (start, start + slope) if sloped else (mean,))
 
     def log_prob(self, number: int, chosen: Mapping[Key, bool], other: "_Estimate") -> float:
         """Log-likelihood, per network, of a type's parts of other networks; `chosen` are keys and whether sloped."""
         kind, (means, std) = self.layout.types[number], self.layout.scale(self.scales, number)
         matrix = np.eye(kind.multiplicity)
         for key, sloped in chosen.items():
-            mean, start, slope = self.values[key]
             if (found := self.layout.entries[key].get(number)) is not None:
                 i, j, t = found
-                value = start + slope * t if sloped else mean
+                value = _at(t, self.stated(key, sloped))
                 if key[3] == _STD:
                     std[i] *= value
                 else:
@@ -260,6 +271,11 @@ class _Estimate:
         about = (other.products[number] - cross - cross.T + np.outer(means, means)) / np.outer(std, std)
         log_det = 2 * (np.log(root[0].diagonal()).sum() + np.log(std).sum()) + kind.multiplicity * np.log(2 * np.pi)
         return -0.5 * float(kind.dimension * log_det + np.trace(cho_solve(root, about)))
+
+
+def _unscaled(key: Key, values: Iterable[float]) -> tuple[float, ...]:
+    """From the scales of `_Estimate.values` to standard deviations or correlations."""
+    return tuple(float(np.exp(x) if key[3] == _STD else np.tanh(x)) for x in values)
 
 
 def _knots(found: Sequence[tuple[float, float, float]], column: int) -> tuple[float, ...]:
@@ -278,9 +294,9 @@ class Term:
     along: str
     where: str
     values: tuple[float, ...]  # one number, or those at relative depths 0 and 1
-    low: float  # 95 % interval of the mean over the entries
+    low: float  # 95 % interval of the mean over the entries, not adjusted for the selection of terms
     high: float
-    share: float  # of what `exchangeable` gains over independent entries in held-out log-likelihood
+    share: float  # of what `exchangeable` (or all terms, if that is more) gains in held-out log-likelihood
 
     @property
     def stated(self) -> tuple[Any, ...]:
@@ -292,7 +308,7 @@ def _rounded(values: Iterable[float]) -> list[float]:
     return [float(f"{value:.3g}") for value in values]
 
 
-_CODE = '''"""{terms} terms of {networks} networks, {share:.0%} of what `exchangeable` gains in held-out log-likelihood.
+_CODE = '''"""{terms} terms of {networks} networks, {gain} in held-out log-likelihood.
 
 Written by `weightscope fit-init {source} --explain`.
 """
@@ -343,15 +359,16 @@ class Explanation(Result):
         return rows
 
     @property
-    def share(self) -> float:
-        """What all terms gain over independent entries, of what `exchangeable` gains, in held-out log-likelihood."""
-        low = self.log_prob["independent"]
-        return (self.log_prob["terms"] - low) / (self.log_prob["exchangeable"] - low) if self.terms else 0.0
+    def gain(self) -> str:
+        """What all terms gain over independent entries, beside what `exchangeable` gains, whose numbers overfit."""
+        share = sum(term.share for term in self.terms)
+        more = self.log_prob["terms"] > self.log_prob["exchangeable"]
+        return "more than exchangeable gains" if more and share else f"{share:.0%} of what exchangeable gains"
 
     def summary(self) -> str:
         return (
-            f"{len(self.terms)} terms, of {self.tested} tested, are {self.share:.0%} of what exchangeable gains over "
-            f"independent entries in held-out log-likelihood ({self.networks} networks)"
+            f"{len(self.terms)} terms, of {self.tested} tested, are {self.gain} over independent entries in held-out "
+            f"log-likelihood ({self.networks} networks)"
         )
 
     def notes(self) -> list[str]:
@@ -369,7 +386,7 @@ class Explanation(Result):
             f"    {json.dumps(key)}: ({_rounded(mean)}, {_rounded(std)}),\n" for key, (mean, std) in self.scales.items()
         ]
         terms = [f"    ({json.dumps(term.stated)[1:-1]}),\n" for term in self.terms]
-        numbers = {"terms": len(terms), "networks": self.networks, "share": self.share, "source": self.source}
+        numbers = {"terms": len(terms), "networks": self.networks, "gain": self.gain, "source": self.source}
         return _CODE.format(**numbers, scale_lines="".join(lines), term_lines="".join(terms))
 
     def save(self, path: str | Path) -> Path:
@@ -385,11 +402,13 @@ def explain(
     """The shortest statement of the distribution of a population's weights, in terms of one or two numbers each.
 
     Scales (mean and standard deviation of each tensor's entries over depth) are always part of it. Every kind of entry
-    is tested by the jackknife over up to 32 groups of networks (Student's t, 1 % for all of them together by Holm's
-    method), and so is its slope over depth. What is significant becomes a term, in the order of what it gains alone in
-    the log-likelihood of held-out networks (8 folds), if it still adds `least` of what the structure `exchangeable`
-    gains over independent entries, or is a correlation along two kinds of units: these are small, but add up in the
-    products of matrices, as those of values and outputs do.
+    is tested by the jackknife over up to 32 groups of networks (Student's t of artanh of correlations and log of
+    standard deviations, 1 % for all of them together by Holm's method), and so is its slope over depth. What is
+    significant becomes a term, in the order of what it gains alone in the log-likelihood of held-out networks (8
+    folds), if it still adds `least` of what the structure `exchangeable` gains over independent entries, or is a
+    correlation along two kinds of units: these are small, but add up in the products of matrices, as those of values
+    and outputs do. All networks take part in the tests, so sizes and shares of terms that are barely significant are
+    too large on average. Fixed entries, such as pixels, have one standard deviation in common.
 
     Args:
         source: a `Population`, its path, or a `WeightArray`.
@@ -439,7 +458,7 @@ def explain(
     everything = range(len(layout.types))
     rival = fit(opened, literal(names), structure="exchangeable", joint="all", holdout=FOLDS, permutations=permutations)
     scores = {"independent": score({}, everything), "exchangeable": float(rival.table[0]["log_prob"])}
-    most = scores["exchangeable"] - scores["independent"]
+    most = max(0.0, scores["exchangeable"] - scores["independent"])
 
     def gained(key: Key, before: Mapping[Key, bool]) -> float:
         numbers = [*layout.entries[key]]
@@ -447,17 +466,17 @@ def explain(
 
     alone = {key: gained(key, {}) for key in sloped}
     chosen: dict[Key, bool] = {}
-    terms = []
+    gains = dict[Key, float]()
     for key in sorted(alone, key=alone.__getitem__, reverse=True):
         gain = gained(key, chosen)
         if gain > 0 and (gain >= least * most or (" x " in key[2] and key[3] != _STD)):
-            chosen[key] = sloped[key]
-            mean, start, slope = whole.values[key]
-            half = -float(stdtrit(len(groups) - 1, 0.025)) * errors[key]
-            values = (start, start + slope) if sloped[key] else (mean,)
-            terms.append(Term(*key, values, mean - half, mean + half, gain / most))
+            chosen[key], gains[key] = sloped[key], gain
     scores["terms"] = score(chosen, everything)
-    terms.sort(key=lambda term: -term.share)
+    most, terms = max(most, sum(gains.values())), []
+    for key in sorted(gains, key=gains.__getitem__, reverse=True):
+        mean, half = whole.values[key][0], -float(stdtrit(len(groups) - 1, 0.025)) * errors[key]
+        low, high = _unscaled(key, (mean - half, mean + half))
+        terms.append(Term(*key, whole.stated(key, sloped[key]), low, high, gains[key] / most))
     name = str(getattr(opened, "path", "an array"))
     return Explanation(name, len(rows), whole.scales, tuple(terms), len(layout.entries), fixed, scores)
 
@@ -467,7 +486,7 @@ def _significant(whole: _Estimate, left_out: Sequence[_Estimate]) -> tuple[dict[
     groups, keys = len(left_out), [*whole.values]
     each = np.array([[one.values[key] for key in keys] for one in left_out])  # (groups, keys, 3)
     errors = np.sqrt((groups - 1) / groups * np.square(each - each.mean(axis=0)).sum(axis=0))
-    found = np.array([whole.values[key] for key in keys]) - [[key[3] == _STD, 0, 0] for key in keys]
+    found = np.array([whole.values[key] for key in keys])  # zero of entries that are independent
     t = np.abs(found[:, (0, 2)]) / np.maximum(errors[:, (0, 2)], 1e-12)
     p = np.nan_to_num(2 * stdtr(groups - 1, -t), nan=1.0)
     adjusted = np.reshape(holm(p.reshape(-1)), p.shape)
