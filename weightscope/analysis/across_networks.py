@@ -24,11 +24,7 @@ from weightscope.errors import AnatomyError, DataError, UsageError
 from weightscope.spec import WeightSpec
 from weightscope.statistics.coordinates import Coordinates, Function
 from weightscope.statistics.eigenpairs import Eigenpairs, top_eigenpairs
-from weightscope.statistics.mlps import (
-    StripeResult,
-    stripe_ratios,
-    stripe_terms,
-)
+from weightscope.statistics.mlps import StripeResult, stripe_ratios, stripe_terms
 from weightscope.statistics.moments import BLOCK, EntryMoments, Moments, Precision, finite_rows
 from weightscope.statistics.permutation_rules import permutations_by_name
 from weightscope.statistics.permutations import bare
@@ -142,9 +138,11 @@ class PopulationCovariance(Result):
         kind = kind or ("correlation" if len(self.spec) > 1 else self.kind)
         title = f"{kind.capitalize()}{' of group means' if means else ''} over {self.networks()}"
         within = plots.covariance.chance(self.n) if means and kind == "correlation" else None
-        drawing: dict[str, Any] = {"groups": self.groups() if means else None, "within": within}
-        drawing |= {"cells": cells or plots.covariance.CELLS}
-        return plots.finished(plots.covariance_map(self.matrix, self.blocks, kind=kind, title=title, **drawing), path)
+        groups, cells = self.groups() if means else None, cells or plots.covariance.CELLS
+        axes = plots.covariance_map(
+            self.matrix, self.blocks, kind=kind, title=title, groups=groups, cells=cells, within=within
+        )
+        return plots.finished(axes, path)
 
     def groups(self) -> dict[str, np.ndarray]:
         """For `plots.covariance_map`: the entries of each tensor that belong to one channel of the residual stream.
@@ -177,15 +175,15 @@ def _by_channel(spec: WeightSpec) -> dict[str, np.ndarray]:
     None of a network without named channels; AnatomyError if the architecture is not known.
     """
     permutations = permutations_by_name(spec)
-    views = Counter(label for view in permutations.views for label in view.labels)
-    if not any(bare(label).startswith("channels") for label in views):
+    counts = Counter(label for view in permutations.views for label in view.labels)
+    if not any(bare(label).startswith("channels") for label in counts):
         return {}
     out = {view.tensor: np.full(spec[view.tensor].shape, -1) for view in permutations.views if view.labels}
     for view in permutations.views:
         if view.labels:
             groups, units = out[view.tensor], np.zeros((1,) * len(view.shape), dtype=int)
             if channels := sorted(label for label in view.labels if bare(label).startswith("channels")):
-                axis = view.axes.index(max(channels, key=views.__getitem__))
+                axis = view.axes.index(max(channels, key=counts.__getitem__))
                 units = np.arange(view.shape[axis]).reshape([-1 if i == axis else 1 for i in range(len(view.shape))])
             view.write(groups, np.broadcast_to(groups.max() + 1 + units, view.shape))
     return {name: groups.reshape(-1) for name, groups in out.items()}
@@ -232,7 +230,7 @@ def covariance_across(
         fold_norms: fold each normalisation layer's gain and bias into the next linear map first.
         precision: `"float64"`, or `"float32"` for large D (see `Moments`).
         device: None for the CPU, or a torch device to accumulate on.
-        stripes: whether to compute these.
+        stripes: whether to compute stripe ratios.
         workers: processes of this machine, by default one for each core, or `Workers` of a cluster, that read a
             population of more than 4,096 networks (`weightscope.statistics.samples.over_parts`).
 

@@ -67,8 +67,9 @@ Function = Callable[[Mapping[str, np.ndarray]], np.ndarray | Mapping[str, np.nda
 class Coordinates:
     """The selected tensors, with norms folded on request, followed by computed coordinates.
 
-    `tensors` are the selected ones, `spec` is that of the result, in which computed coordinates are tensors too, and
-    `reads` that of the tensors that must be read: all of them for computed coordinates.
+    `tensors` are the selected ones, `computed` what the functions give, `spec` is that of both together, and `reads`
+    that of the tensors that must be read: all of them for computed coordinates. UsageError if there is nothing to
+    compute, or a function raises an error or returns another shape than (n, ...).
     """
 
     def __init__(
