@@ -63,7 +63,6 @@ _CLIP = (
     (r"^(blocks\.\d+\.)self_attn\.out_proj\.", r"\1attn.proj."),
     (r"^(blocks\.\d+\.)layer_norm(\d)\.", r"\1norm\2."),
 )
-_TABLE = re.compile(r"(?:\w+\.)*(?:embeddings|embed_tokens|wte|word_embeddings)\.weight")  # of tokens
 _PACKED = re.compile(r"\.(?:attention|self_attn)\.(?:attention\.)?(q_proj|query|k_proj|key|v_proj|value)\.")
 
 
@@ -135,8 +134,7 @@ def _measured_offset(norm: nn.Module, key: str, path: str) -> int:
 def places(names: Iterable[str]) -> dict[str, Place]:
     """Name of each tensor of a model -> its place in timm's scheme.
 
-    The norm after the average over tokens (`fc_norm`) counts as the last norm (`norm`) where a model has only one, and
-    the one embedding of tokens is `embeddings.weight`.
+    The norm after the average over tokens (`fc_norm`) counts as the last norm (`norm`) where a model has only one.
     """
     plain_names = {name: unwrapped(name) for name in names}
     other = any("embeddings.patch_embeddings." in text for text in plain_names.values())  # transformers' names
@@ -152,7 +150,6 @@ def places(names: Iterable[str]) -> dict[str, Place]:
     elif known & {"embeddings.class_embedding", "vision_model.embeddings.class_embedding"}:
         rules = _CLIP
     one_norm = not any(name.startswith("norm.") for name in known)
-    one_table = sum(_TABLE.fullmatch(text) is not None for text in known) == 1
     out = {}
     for name, text in bare.items():
         part = None
@@ -161,8 +158,6 @@ def places(names: Iterable[str]) -> dict[str, Place]:
         if rules in (_VIT, _CLIP) and (found := _PACKED.search(text)):
             part = "qkv".index(found[1][0])
             text = _PACKED.sub(".attn.qkv.", text)
-        if one_table and _TABLE.fullmatch(text):
-            text = "embeddings.weight"
         out[name] = Place(re.sub(r"^fc_norm\.", "norm.", text) if one_norm else text, part)
     return out
 

@@ -1,5 +1,6 @@
 """Copies of trained weights, whole or truncated to their top singular directions, and permutations as controls."""
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -8,25 +9,29 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from weightscope._util.checks import choice, count, number
-from weightscope._util.names import listing
+from weightscope._util.names import listing, unwrapped
 from weightscope.anatomy.matrices import Matrix, matrices
 from weightscope.anatomy.places import Source, places
 from weightscope.errors import DataError, SpecError, UsageError
 from weightscope.init import _trained
 from weightscope.init.base import INITIALISERS, Generator, M, permutation, put
 
+_TABLE = re.compile(r"(?:\w+\.)*(?:embeddings|embed_tokens|wte|word_embeddings)\.weight")  # of tokens
+
 
 def _taken(module: nn.Module, source: Any, wanted: dict[str, Tensor], filters: str = "exact") -> dict[str, Tensor]:
     """The source's tensors of the same names and shapes; filters resized to the module's, unless "exact"."""
     there, mine = Source(_trained.tensors(source)), places(_trained.weights(module))
-    _trained.refuse_prefix(mine, there)
-    missing = [name for name in wanted if not there.has(mine[name])]
+    own, theirs = ([name for name in names if _TABLE.fullmatch(unwrapped(name))] for names in (mine, there.places))
+    at = mine | {own[0]: there.places[theirs[0]]} if len(own) == len(theirs) == 1 else mine
+    missing = [name for name in wanted if not there.has(at[name])]
     if missing:
+        _trained.refuse_prefix(mine, there)
         raise SpecError(f"the source has no {listing(missing)}; leave them out by select= or components=")
     kernels = _trained.layers_of(module, nn.Conv2d)
     out = {}
     for name, value in wanted.items():
-        shape, found = tuple(value.shape), there.read(mine[name], tuple(value.shape))
+        shape, found = tuple(value.shape), there.read(at[name], tuple(value.shape))
         if found.shape != shape and found.shape[:2] == shape[:2] and found.ndim == 4 and name in kernels:
             if filters == "exact":
                 hint = "filters='pad' or 'resample' changes their size"
