@@ -294,6 +294,20 @@ def test_cells_of_a_whole_network_are_correlations_of_channels_and_white_within_
         covariance_across(WeightArray(rows[:2], CONVNEXT), "*").plot(means=True)
 
 
+@pytest.mark.parametrize("spread", [0.0, 0.7])
+def test_pixels_of_filters_are_white_within_chance_also_where_filters_differ_in_scale(spread):
+    """One in 1,000 cells of independent entries is coloured (false-alarm rate 1e-3, fixed seeds)."""
+    coloured = cells = 0
+    for seed in range(8):
+        rows, rng = rows_of(CONVNEXT, 48, seed), np.random.default_rng(seed)
+        for values in CONVNEXT.unpack(rows).values():
+            values *= np.exp(spread * rng.standard_normal(values.shape[:2] + (1,) * (values.ndim - 2)))
+        found = covariance_exchangeable(WeightArray(rows, CONVNEXT), "*conv_dw.weight")
+        drawn = np.asarray(found.plot().axes[0].images[0].get_array())
+        coloured, cells = coloured + np.count_nonzero(drawn) // 2, cells + len(drawn) * (len(drawn) - 1) // 2
+    assert coloured < CHANCE * cells + 3.3 * np.sqrt(CHANCE * cells)
+
+
 def test_channels_are_those_of_the_residual_stream_also_where_shapes_do_not_tell():
     """Of a square matrix the rows; queries, keys and values apart; tensors without channels are one cell."""
     spec = WeightSpec([*VIT.tensors, TensorSpec("blocks.0.attn.qkv.bias", (3 * C,))])

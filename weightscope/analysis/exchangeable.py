@@ -175,9 +175,12 @@ class ExchangeableCovariance(Result):
 
     def _chance(self, found: TypeCovariance, rate: float) -> np.ndarray:
         """The sizes that this share of correlations (C, C) exceeds by chance, by their errors or samples."""
-        freedom = self.n - 1 if self.n > 2 else math.inf
+        freedom, assumed = self.n - 1 if self.n > 2 else math.inf, np.sqrt(1 / found.samples)
+        if found.inflation is not None:
+            sizes = [view.multiplicity for view in found.kind.views]
+            assumed *= np.sqrt(np.maximum(found.inflation, 1)).repeat(sizes, axis=0).repeat(sizes, axis=1)
         known = -float(stdtrit(freedom, rate / 2)) * found.errors
-        return np.where(np.isfinite(known), known, -float(stdtrit(math.inf, rate / 2)) / math.sqrt(found.samples))
+        return np.where(np.isfinite(known), known, -float(stdtrit(math.inf, rate / 2)) * assumed)
 
 
 @one_thread()
