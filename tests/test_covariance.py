@@ -12,8 +12,8 @@ from weightscope.errors import DataError, SpecError, UsageError
 from weightscope.fits.fitting import fit
 from weightscope.plots.covariance import chance
 from weightscope.spec import TensorSpec, WeightSpec
-from weightscope.statistics.mlps import stripes
 from weightscope.statistics.samples import WeightArray, literal
+from weightscope.statistics.stripes import stripes
 
 SPEC = WeightSpec(
     [TensorSpec("a.fc1.weight", (4, 3)), TensorSpec("a.norm.bias", (5,)), TensorSpec("a.fc2.weight", (3, 4))]
@@ -180,7 +180,7 @@ def test_a_population_on_disk_is_a_source(tmp_path):
 
 @pytest.mark.slow
 def test_nothing_here_needs_torch():
-    modules = "weightscope.fits.fitting, weightscope.analysis.across_networks, weightscope.statistics.mlps, sys"
+    modules = "weightscope.fits.fitting, weightscope.analysis.across_networks, weightscope.statistics.stripes, sys"
     heavy = "{'torch', 'h5py', 'matplotlib'}"
     command = [sys.executable, "-c", f"import {modules}; sys.exit(bool({heavy} & set(sys.modules)))"]
     assert subprocess.run(command, check=False).returncode == 0
@@ -207,7 +207,9 @@ def test_the_default_picture_of_matrices_is_of_group_means(tmp_path):
     spec = WeightSpec([TensorSpec("conv", (4, 2, 3, 3)), TensorSpec("bn.running_mean", (4,), "statistic")])
     found = weightscope.covariance(WeightArray(rng.standard_normal((60, spec.size)), spec))
     assert list(found.spec.names) == ["conv"]
-    expected = weightscope.statistics.mlps.stripes(found_rows := rng.standard_normal((60, 72)).reshape(60, 4, 2, 3, 3))
+    expected = weightscope.statistics.stripes.stripes(
+        found_rows := rng.standard_normal((60, 72)).reshape(60, 4, 2, 3, 3)
+    )
     again = weightscope.covariance(WeightArray(found_rows.reshape(60, 72), found.spec))
     assert again.stripes["conv"].row.value == pytest.approx(expected.row.value)
     # Without matrices, entries are drawn while they fit into the picture, then means over filters.

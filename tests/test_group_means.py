@@ -3,7 +3,7 @@ import pytest
 import references_statistics as naive
 
 from weightscope.errors import DataError
-from weightscope.statistics.mlps import stripes
+from weightscope.statistics.stripes import stripes
 
 
 def test_equals_the_definition():

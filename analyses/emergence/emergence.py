@@ -21,7 +21,7 @@ from weightscope.benchmarking import bench
 from weightscope.benchmarking.gain import choose_gain
 from weightscope.population import Population
 from weightscope.recipe import Recipe
-from weightscope.statistics.mlps import stripes
+from weightscope.statistics.stripes import stripes
 from weightscope.training.collection import collect
 
 HERE = Path(__file__).parent

@@ -14,8 +14,8 @@ import numpy as np
 import weightscope
 from weightscope._util.environment import environment
 from weightscope.analysis.across_networks import PopulationCovariance, covariance_across
-from weightscope.statistics.mlps import stripes
 from weightscope.statistics.samples import usable_chunks
+from weightscope.statistics.stripes import stripes
 
 BOOTSTRAPS = 2000
 STEP = 0.002  # correlations are stored as signed bytes times this: +-0.25 in steps well below their error

@@ -24,11 +24,11 @@ from weightscope.errors import AnatomyError, DataError, UsageError
 from weightscope.spec import WeightSpec
 from weightscope.statistics.coordinates import Coordinates, Function
 from weightscope.statistics.eigenpairs import Eigenpairs, top_eigenpairs
-from weightscope.statistics.mlps import StripeResult, stripe_ratios, stripe_terms
 from weightscope.statistics.moments import BLOCK, EntryMoments, Moments, Precision, finite_rows
 from weightscope.statistics.permutation_rules import permutations_by_name
 from weightscope.statistics.permutations import bare
 from weightscope.statistics.samples import WeightSamples, ahead, over_parts, usable_chunks
+from weightscope.statistics.stripes import StripeResult, stripe_ratios, stripe_terms
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

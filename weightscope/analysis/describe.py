@@ -17,8 +17,8 @@ from weightscope.analysis.attention_products import ModelProducts, compute, read
 from weightscope.anatomy import FINDERS, Model, ModuleTensors, NamedTensors, parts_of
 from weightscope.errors import AnatomyError, DataError
 from weightscope.population import open_network
-from weightscope.statistics.mlps import stripe_terms
 from weightscope.statistics.slices import centre_focus, slice_moments
+from weightscope.statistics.stripes import stripe_terms
 
 Row = dict[str, Any]
 STATISTICS = ("beta", "alpha", "z", "column_ratio", "row_ratio", "relative_spread")

@@ -3,8 +3,6 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch import nn
-
 from weightscope.anatomy.permutation_groups import permutation_spec
 from weightscope.fits.population_fit import Group, PopulationFit
 from weightscope.fits.terms import structure_of
@@ -39,7 +37,6 @@ def from_terms_(
         >>> term = ("blocks.*.attn.qkv.weight[v]", "blocks.*.attn.proj.weight", "channels x vo", "same block", [-0.5])
         >>> from_terms_(vit, scales=scales, terms=[term])
     """
-    assert isinstance(module, nn.Module)
     spec = WeightSpec.of(module)
     structure = structure_of(spec, permutation_spec(spec), scales, terms, gain)
     group = Group("all", structure.spec, structure)

@@ -143,9 +143,9 @@ def tile_seconds(requests: Sequence[Request], workers: Workers) -> list[float]:
     """Expected seconds of a tile of each request; those that differ in nothing that takes time are timed once."""
     about = [_takes(request) for request in requests]
     kinds = list(dict.fromkeys(about))
-    time = partial(_timed, [requests[about.index(kind)] for kind in kinds])
+    measured = partial(_timed, [requests[about.index(kind)] for kind in kinds])
     here = len(kinds) == 1 and workers.backend == "loky" and not workers.gpu  # a process takes longer to start
-    found = {0: time(0)} if here else dict(spread(time, range(len(kinds)), workers))
+    found = {0: measured(0)} if here else dict(spread(measured, range(len(kinds)), workers))
     costs = dict(zip(kinds, (found[i] for i in range(len(kinds))), strict=True))
     return [_seconds(request, *costs[kind]) for request, kind in zip(requests, about, strict=True)]
 
