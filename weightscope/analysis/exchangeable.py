@@ -150,7 +150,7 @@ class ExchangeableCovariance(Result):
         """The correlation matrix over one set of units, tensors ruled off in network order.
 
         The set is given by its groups, and is by default the one group with the most variables, the residual channels.
-        Cells within their error are white (`plots.covariance.CHANCE` of independent ones are not).
+        Cells within chance are white (`plots.covariance.CHANCE` of independent ones are not).
         """
         from weightscope import plots
 
