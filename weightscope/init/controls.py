@@ -121,7 +121,7 @@ class UncorrelatedControl:
         own = PermutationSpec(tuple(view for view in permutations.views if view.name in changed))
         names = {view.tensor for view in own.views}
         spec = WeightSpec(tensor for tensor in WeightSpec.of(draw(0)[0]).tensors if tensor.name in names)
-        moments = ExchangeableMoments(spec, own)
+        moments = ExchangeableMoments(spec, own, index=False)
         for k in range(count("draws", draws)):
             module, generator = draw(k)
             default = _row(module, spec)
