@@ -12,7 +12,7 @@ from weightscope.errors import SpecError
 from weightscope.fits import load_artifact, resized_fit, resizing
 from weightscope.fits.exchangeable import Exchangeable
 from weightscope.fits.fitting import fit
-from weightscope.fits.resizing import default_stds, resized
+from weightscope.fits.resizing import block_of, default_stds, resized
 from weightscope.init import load_init
 from weightscope.init.from_artifact import PopulationInit
 from weightscope.networks import ConvMixer, ConvNeXt, ViT
@@ -22,6 +22,23 @@ from weightscope.statistics.permutations import PermutationSpec
 from weightscope.statistics.samples import WeightArray
 
 BLOCKS = "stages.0.blocks"
+
+
+@pytest.mark.parametrize(
+    ("name", "block"),
+    [
+        ("stages.0.blocks.1.mlp.fc1.weight", "stages.0.blocks.1"),
+        ("layers.1.blocks.3.mlp.fc1.weight", "layers.1.blocks.3"),  # Swin, whose `layers` are stages
+        ("transformer.h.3.attn.c_attn.weight", "transformer.h.3"),  # GPT-2
+        ("visual.transformer.resblocks.3.ln_1.bias", "visual.transformer.resblocks.3"),  # CLIP
+        ("encoder.block.3.layer.0.SelfAttention.q.weight", "encoder.block.3"),  # T5
+        ("encoder.block.3.layer.1.DenseReluDense.wi.weight", "encoder.block.3"),
+        ("features.1.0.block.3.weight", ""),  # layers of one block of torchvision's ConvNeXt
+        ("stem.weight", ""),
+    ],
+)
+def test_blocks_are_found_in_the_names_of_families(name: str, block: str) -> None:
+    assert block_of(name) == block
 
 
 def convnext(width: int = 16, depth: int = 2, kernel: int = 3) -> nn.Module:

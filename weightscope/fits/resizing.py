@@ -18,7 +18,11 @@ from weightscope.spec import WeightSpec
 from weightscope.statistics.exchangeable import invariant_parts
 from weightscope.statistics.permutations import InvariantType, PermutationSpec, View, bare, is_signed, pairs_of
 
-BLOCK = re.compile(r"(?P<stack>(?:.*\.)?(?:blocks?|layers?|resblocks|h)\.)(?P<index>\d+)(?P<rest>\..+)")
+# The innermost blocks (Swin's stages are `layers`), but of T5, whose blocks have parts `layer.0` and `layer.1`.
+BLOCK = re.compile(
+    r"(?P<stack>(?:(?!.*\bblock\.\d+\.layer\.).*\.)?(?:blocks|layers?|resblocks|h)\.|(?:.*\.)?block\.(?=\d+\.\w+\.))"
+    r"(?P<index>\d+)(?P<rest>\..+)"
+)
 _EMBEDDING = re.compile(r"(.*\.)?(embed_tokens|word_embeddings|wte)\.weight")  # default std 1 at any width
 
 
