@@ -343,7 +343,7 @@ class Explanation(Result):
         "along": "{along}",
         "where": "{where}",
         "size": "{size}",
-        "95 % interval": "{low:+.3f} to {high:+.3f}",
+        "of the mean, 95 %": "{low:+.3f} to {high:+.3f}",
         "held-out": "{share:.1%}",
     }
     left = (0, 1, 2)
