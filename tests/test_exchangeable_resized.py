@@ -7,12 +7,13 @@ import pytest
 import torch
 from torch import nn
 
+from weightscope._util.names import block_of
 from weightscope.anatomy.permutation_groups import permutation_spec
 from weightscope.errors import SpecError
 from weightscope.fits import load_artifact, resized_fit, resizing
 from weightscope.fits.exchangeable import Exchangeable
 from weightscope.fits.fitting import fit
-from weightscope.fits.resizing import block_of, default_stds, resized
+from weightscope.fits.resizing import default_stds, resized
 from weightscope.init import load_init
 from weightscope.init.from_artifact import PopulationInit
 from weightscope.networks import ConvMixer, ConvNeXt, ViT

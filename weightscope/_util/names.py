@@ -14,6 +14,12 @@ from weightscope.errors import UsageError
 # elsewhere it can be a submodule of that name.
 _WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 
+# The innermost blocks (Swin's stages are `layers`), but of T5, whose blocks have parts `layer.0` and `layer.1`.
+BLOCK = re.compile(
+    r"(?P<stack>(?:(?!.*\bblock\.\d+\.layer\.).*\.)?(?:blocks|layers?|resblocks|h)\.|(?:.*\.)?block\.(?=\d+\.\w+\.))"
+    r"(?P<index>\d+)(?P<rest>\..+)"
+)
+
 # Characters of names in a message, which has less than 200 together with the text around them.
 _ROOM = 100
 
@@ -24,6 +30,12 @@ def unwrapped(name: str) -> str:
     while len(parts) > 1 and parts[0] == "module":
         parts = parts[1:]
     return ".".join(parts)
+
+
+def block_of(name: str) -> str:
+    """The block of a tensor, `stages.0.blocks.2`; empty outside blocks."""
+    found = BLOCK.fullmatch(name)
+    return f"{found['stack']}{found['index']}" if found else ""
 
 
 def matching(pattern: str | Sequence[str], names: Iterable[str], argument: str = "select") -> list[str]:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from weightscope._util.checks import choice
-from weightscope._util.names import listing, matching
+from weightscope._util.names import block_of, listing, matching
 from weightscope._util.threads import one_thread
 from weightscope._version import __version__
 from weightscope.anatomy.permutation_groups import permutation_spec
@@ -21,15 +21,7 @@ from weightscope.errors import DataError, SpecError, UsageError
 from weightscope.fits.exchangeable import Amplification, Exchangeable, Gain
 from weightscope.fits.one_network import origin
 from weightscope.fits.population_fit import Group, PopulationFit
-from weightscope.fits.resizing import (
-    block_of,
-    default_stds,
-    depths,
-    in_blocks,
-    resized_fit,
-    tensors_by_depth,
-    type_of,
-)
+from weightscope.fits.resizing import default_stds, depths, in_blocks, resized_fit, tensors_by_depth, type_of
 from weightscope.population import open_network
 from weightscope.spec import TensorSpec, WeightSpec
 from weightscope.statistics.exchangeable import TypeCovariance, invariant_parts

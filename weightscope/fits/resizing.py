@@ -10,7 +10,7 @@ from math import floor, prod, sqrt
 import numpy as np
 from scipy.linalg import cholesky
 
-from weightscope._util.names import listing
+from weightscope._util.names import BLOCK, block_of, listing
 from weightscope.errors import AnatomyError, SpecError
 from weightscope.fits.exchangeable import Exchangeable, mean_vector
 from weightscope.fits.population_fit import Group, PopulationFit
@@ -18,11 +18,6 @@ from weightscope.spec import WeightSpec
 from weightscope.statistics.exchangeable import invariant_parts
 from weightscope.statistics.permutations import InvariantType, PermutationSpec, View, bare, is_signed, pairs_of
 
-# The innermost blocks (Swin's stages are `layers`), but of T5, whose blocks have parts `layer.0` and `layer.1`.
-BLOCK = re.compile(
-    r"(?P<stack>(?:(?!.*\bblock\.\d+\.layer\.).*\.)?(?:blocks|layers?|resblocks|h)\.|(?:.*\.)?block\.(?=\d+\.\w+\.))"
-    r"(?P<index>\d+)(?P<rest>\..+)"
-)
 _EMBEDDING = re.compile(r"(.*\.)?(embed_tokens|word_embeddings|wte)\.weight")  # default std 1 at any width
 
 
@@ -229,12 +224,6 @@ def _problem(view: View, origin: View | None) -> str | None:
 def in_blocks(names: Iterable[str]) -> list[str]:
     """The names of tensors in numbered blocks."""
     return [name for name in names if BLOCK.fullmatch(name)]
-
-
-def block_of(name: str) -> str:
-    """The block of a tensor, `stages.0.blocks.2`; empty outside blocks."""
-    found = BLOCK.fullmatch(name)
-    return f"{found['stack']}{found['index']}" if found else ""
 
 
 def _mean(plan: _Plan, spec: WeightSpec) -> np.ndarray:

@@ -29,11 +29,12 @@ from scipy.linalg import cho_factor, cho_solve, cholesky
 from scipy.special import stdtr, stdtrit
 
 from weightscope._util import atomic
+from weightscope._util.names import BLOCK
 from weightscope._util.results import Result
 from weightscope._util.threads import one_thread
 from weightscope.errors import DataError, SpecError, UsageError
 from weightscope.fits.exchangeable import Exchangeable, mean_vector
-from weightscope.fits.resizing import BLOCK, default_stds, depths, in_blocks
+from weightscope.fits.resizing import default_stds, depths, in_blocks
 from weightscope.spec import WeightSpec
 from weightscope.statistics.exchangeable import invariant_parts
 from weightscope.statistics.index_effects import holm

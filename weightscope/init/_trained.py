@@ -20,8 +20,7 @@ COMPONENTS = ("embedding", "attention", "mlp", "convolution", "norm", "head", "o
 _HEAD = re.compile(r"(^|\.)(heads?|head_dist|classifier|cls_classifier|distillation_classifier|fc|lm_head|score)(\.|$)")
 _NORM = re.compile(r"norm|(^|\.)(bn|ln)(_?[0-9a-z]+)?$", re.IGNORECASE)
 _TOKEN = re.compile(r"(^|\.)(\w*_token|\w*_tokens|class_embedding)$")
-_REPEATED = ("blocks", "layers", "layer", "h")
-_BLOCK = re.compile(rf"(?:.*\.)?(?:{'|'.join(_REPEATED)})\.\d+(?=\.)")
+_REPEATED = ("blocks", "block", "layers", "layer", "resblocks", "h")
 _KINDS = {"attention modules": "attention", "MLPs": "mlp", "depthwise convolutions": "convolution"}
 _KINDS |= dict.fromkeys(("patch embeddings", "position embeddings"), "embedding")
 
@@ -196,12 +195,6 @@ def _path(name: str, place: str, mine: Mapping[str, list[int]], large: Mapping[s
         here.append(word)
         there.append(mapped)
     return ".".join(there)
-
-
-def block(name: str) -> str:
-    """The block of a tensor, `stages.0.blocks.2`; empty outside blocks."""
-    found = _BLOCK.match(name)
-    return found[0] if found else ""
 
 
 def token_grid(part: PositionEmbedding) -> TokenGrid:

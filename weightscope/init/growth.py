@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from weightscope._util.checks import choice, number
-from weightscope._util.names import listing
+from weightscope._util.names import block_of, listing
 from weightscope.anatomy import named_tensors
 from weightscope.anatomy.matrices import matrices
 from weightscope.anatomy.permutation_groups import permutation_spec
@@ -253,7 +253,7 @@ def _zero_branches(module: nn.Module, new: dict[str, np.ndarray], added: Sequenc
     parts = [part for kind in ("attention modules", "MLPs") for part in _trained.found_parts(kind, module)]
     named = [names for part in parts for names in (part.parameters, part.bias_parameters)]
     ends = {name for names in named for key in ("o", "fc2") for name in names.get(key, ())} & {*added}
-    if left := {_trained.block(name) for name in added} - {_trained.block(name) for name in ends}:
+    if left := {*map(block_of, added)} - {*map(block_of, ends)}:
         raise SpecError(
             "depth: expected added blocks with residual branches that end in an output projection or the second layer "
             f"of an MLP, found none in {listing(sorted(left))}; use depth='repeat'"
