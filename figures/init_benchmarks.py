@@ -15,6 +15,9 @@ from weightscope.data.metrics import ACCURACY
 HERE = Path(__file__).parent
 ANALYSES = HERE.parent / "analyses"
 OTHERS = (
+    "shared_terms",
+    "stated_terms/convnext",
+    "stated_terms/vit",
     "convolution_biases",
     "dilation_schedules",
     "frozen_filter_inits/equal_energy",

@@ -7,7 +7,7 @@ from programs import run
 
 from weightscope import init as wi
 from weightscope.anatomy.permutation_groups import permutation_spec
-from weightscope.errors import DataError, SpecError, UsageError
+from weightscope.errors import AnatomyError, DataError, SpecError, UsageError
 from weightscope.fits.terms import explain, structure_of
 from weightscope.networks import ViT
 from weightscope.spec import WeightSpec
@@ -117,6 +117,21 @@ def test_contradicting_terms_become_the_nearest_correlations():
     drawn = structure_of(spec, permutation_spec(spec), dict.fromkeys(three, ([0.0], [1.0])), terms, gain=10.0)
     found = next(c for c, k in zip(drawn.correlations, drawn.permutations.types, strict=True) if k.label == "channels")
     assert found[0, 1] == pytest.approx(-0.5, abs=0.01)  # three numbers cannot all be correlated by -0.9
+
+
+def test_permutations_of_a_network_whose_names_are_not_known_are_given():
+    module = torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.GELU(), torch.nn.Linear(64, 3))
+    scales = {"0.weight": ([0.0], [1.0]), "0.bias": ([0.0], [2.0])}
+    terms = [("0.weight", "0.bias", "0", "outside", [0.3])]  # of each of 8 columns
+    with pytest.raises(AnatomyError, match="no permutation specification"):
+        wi.from_terms_(module, scales=scales, terms=terms)
+    permutations = permutation_spec(module, torch.randn(2, 8))
+    generator = torch.Generator().manual_seed(0)
+    found = []
+    for _ in range(50):
+        wi.from_terms_(module, scales=scales, terms=terms, permutations=permutations, generator=generator)
+        found.append(np.corrcoef(module[0].weight.detach().numpy()[:, 3], module[0].bias.detach().numpy())[0, 1])
+    assert np.mean(found) == pytest.approx(0.3, abs=0.06)
 
 
 def test_bad_input_says_what_to_do(tmp_path):

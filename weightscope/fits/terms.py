@@ -66,6 +66,8 @@ def _where(a: View, p: int, b: View, q: int) -> str | None:
         if p == q:
             return _STD
         fixed = [n for n, axis in zip(a.shape, a.axes, strict=True) if axis is None and n > 1]
+        if len(fixed) < 2:  # no pixels: classes, input channels
+            return None
         places = zip(np.unravel_index(p, fixed), np.unravel_index(q, fixed), strict=True)
         return f"pixels {' '.join(map(str, sorted(abs(int(x) - int(y)) for x, y in places)))}"
     if a.multiplicity > 1 and b.multiplicity > 1 and p != q:
@@ -322,8 +324,10 @@ TERMS = [  # correlations, or stds of a part over that of independent entries, a
 {term_lines}]
 
 
-def start(module, *, generator, gain=1.0):
-    return from_terms_(module, scales=SCALES, terms=TERMS, gain=gain, generator=generator)
+def start(module, *, generator, gain=1.0, permutations=None):
+    return from_terms_(
+        module, scales=SCALES, terms=TERMS, gain=gain, permutations=permutations, generator=generator
+    )
 '''
 
 

@@ -3,12 +3,14 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from weightscope._util.checks import number
 from weightscope.anatomy.permutation_groups import permutation_spec
 from weightscope.fits.population_fit import Group, PopulationFit
 from weightscope.fits.terms import structure_of
 from weightscope.init.base import Generator, M
 from weightscope.init.from_artifact import PopulationInit
 from weightscope.spec import WeightSpec
+from weightscope.statistics.permutations import PermutationSpec
 
 
 def from_terms_(
@@ -17,6 +19,7 @@ def from_terms_(
     scales: Mapping[str, tuple[Sequence[float], Sequence[float]]],
     terms: Sequence[Sequence[Any]],
     gain: float = 1.0,
+    permutations: PermutationSpec | None = None,
     generator: Generator = None,
 ) -> M:
     """Gaussian weights with stated means, standard deviations and correlations.
@@ -27,18 +30,21 @@ def from_terms_(
         scales: pattern of a tensor (`"blocks.*.mlp.fc1.weight"`) -> mean and std, each a list of numbers that are
             interpolated over relative depth; of weights and biases of layers, in units of 1 / sqrt(3 fan_in).
         terms: `(a, b, along, where, values)`.
-        gain: factor of the correlations, clipped at +-0.9.
+        gain: factor of the correlations, >= 0; they are clipped at +-0.9.
+        permutations: of the module's tensors, where their names are not known: `permutation_spec(module, inputs)`.
 
     Raises:
         SpecError: if the module has no tensor for a pattern or term.
+        AnatomyError: if permutations are needed.
 
     Example:
-        >>> scales = {"blocks.*.attn.qkv.weight[v]": ([0], [1]), "blocks.*.attn.proj.weight": ([0], [1])}
-        >>> term = ("blocks.*.attn.qkv.weight[v]", "blocks.*.attn.proj.weight", "channels x vo", "same block", [-0.5])
-        >>> from_terms_(vit, scales=scales, terms=[term])
+        >>> one, two = "blocks.*.mlp.fc1.weight", "blocks.*.mlp.fc2.weight"
+        >>> term = (one, two, "channels x hidden", "same block", [-0.3, -0.5])  # from the first to the last block
+        >>> from_terms_(vit, scales={one: ([0], [1]), two: ([0], [1])}, terms=[term])
     """
     spec = WeightSpec.of(module)
-    structure = structure_of(spec, permutation_spec(spec), scales, terms, gain)
+    number("gain", gain, least=0)
+    structure = structure_of(spec, permutations or permutation_spec(spec), scales, terms, gain)
     group = Group("all", structure.spec, structure)
     found = PopulationFit(structure.spec, (group,), (), 0, 0, {}, {})
     return PopulationInit(found)(module, generator=generator)
