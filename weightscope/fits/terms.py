@@ -49,6 +49,7 @@ Entries = tuple[np.ndarray, np.ndarray, np.ndarray]
 Scales = Mapping[str, tuple[Sequence[float], Sequence[float]]]
 """Pattern of a tensor -> its mean and standard deviation, each a few numbers that are interpolated over depth."""
 FOLDS = 8
+_PAIRED = 12  # terms that were not taken alone, which are tried in pairs
 _GROUPS = 32  # of networks, at most, for standard errors
 _STD = "std"
 _MOST = 1 - 1e-9  # a larger correlation is one of equal parts
@@ -65,11 +66,11 @@ def _where(a: View, p: int, b: View, q: int) -> str | None:
     if a.name == b.name:
         if p == q:
             return _STD
-        fixed = [n for n, axis in zip(a.shape, a.axes, strict=True) if axis is None and n > 1]
-        if len(fixed) < 2:  # no pixels: classes, input channels
-            return None
+        fixed = [n for n, axis in zip(a.shape, a.axes, strict=True) if axis is None]
         places = zip(np.unravel_index(p, fixed), np.unravel_index(q, fixed), strict=True)
-        return f"pixels {' '.join(map(str, sorted(abs(int(x) - int(y)) for x, y in places)))}"
+        *others, y, x = [0, 0, *(abs(int(one) - int(other)) for one, other in places)]
+        pixels = len(fixed) > 1 and not any(others)  # of a filter; not classes or input channels
+        return f"pixels {min(y, x)} {max(y, x)}" if pixels else None
     if a.multiplicity > 1 and b.multiplicity > 1 and p != q:
         return None
     mine, theirs = BLOCK.fullmatch(a.name), BLOCK.fullmatch(b.name)
@@ -177,12 +178,15 @@ def structure_of(
     for number, kind in enumerate(layout.types):
         means, stds = layout.scale(scales, number)
         matrix, std = matrices[number], stds * parts[number]
-        if np.linalg.eigvalsh(matrix)[0] < 1e-3:
-            matrix = nearest_correlation(matrix, floor=1e-3)
-        factors.append(cholesky(matrix * np.outer(std, std), lower=True))
+        factors.append(cholesky(_definite(matrix) * np.outer(std, std), lower=True))
         mean = mean if kind.groups else means
     permutations = layout.permutations
     return Exchangeable(spec, mean_vector(mean, spec, permutations), permutations, factors, network=network)
+
+
+def _definite(matrix: np.ndarray) -> np.ndarray:
+    """The matrix or, where terms contradict each other, the nearest correlation matrix."""
+    return matrix if np.linalg.eigvalsh(matrix)[0] > 1e-3 else nearest_correlation(matrix, floor=1e-3)
 
 
 class _Sums:
@@ -266,10 +270,7 @@ class _Estimate:
                     std[i] *= value
                 else:
                     matrix[i, j] = matrix[j, i] = value
-        try:
-            root = cho_factor(matrix)
-        except np.linalg.LinAlgError:
-            return -np.inf
+        root = cho_factor(_definite(matrix))
         cross = np.outer(means, other.parts[number])
         about = (other.products[number] - cross - cross.T + np.outer(means, means)) / np.outer(std, std)
         log_det = 2 * (np.log(root[0].diagonal()).sum() + np.log(std).sum()) + kind.multiplicity * np.log(2 * np.pi)
@@ -412,7 +413,7 @@ def explain(
     significant becomes a term, in the order of what it gains alone in the log-likelihood of held-out networks (8
     folds), if it still adds `least` of what the structure `exchangeable` gains over independent entries, or is a
     correlation along two kinds of units: these are small, but add up in the products of matrices, as those of values
-    and outputs do. All networks take part in the tests, so sizes and shares of terms that are barely significant are
+    and outputs do. What was not taken is tried in pairs, which share what they gain. All networks take part in the tests, so sizes and shares of terms that are barely significant are
     too large on average. Fixed entries, such as pixels, have one standard deviation in common.
 
     Args:
@@ -465,17 +466,28 @@ def explain(
     scores = {"independent": score({}, everything), "exchangeable": float(rival.table[0]["log_prob"])}
     most = max(0.0, scores["exchangeable"] - scores["independent"])
 
-    def gained(key: Key, before: Mapping[Key, bool]) -> float:
-        numbers = [*layout.entries[key]]
-        return score({**before, key: sloped[key]}, numbers) - score(before, numbers)
+    def gained(keys: Sequence[Key], before: Mapping[Key, bool]) -> float:
+        numbers = sorted({number for key in keys for number in layout.entries[key]})
+        return score({**before, **{key: sloped[key] for key in keys}}, numbers) - score(before, numbers)
 
-    alone = {key: gained(key, {}) for key in sloped}
     chosen: dict[Key, bool] = {}
     gains = dict[Key, float]()
-    for key in sorted(alone, key=alone.__getitem__, reverse=True):
-        gain = gained(key, chosen)
-        if gain > 0 and (gain >= least * most or (" x " in key[2] and key[3] != _STD)):
-            chosen[key], gains[key] = sloped[key], gain
+
+    def added(keys: Sequence[Key]) -> bool:
+        gain = gained(keys, chosen)
+        small = all(" x " in key[2] and key[3] != _STD for key in keys)
+        if gain <= 0 or (gain < least * most * len(keys) and not small):
+            return False
+        chosen.update({key: sloped[key] for key in keys})
+        gains.update(dict.fromkeys(keys, gain / len(keys)))
+        return True
+
+    alone = {key: gained([key], {}) for key in sloped}
+    waiting = [key for key in sorted(alone, key=alone.__getitem__, reverse=True) if not added([key])]
+    # the correlations of b with a and c may contradict each other unless that of a and c is there
+    for pair in itertools.combinations(waiting[:_PAIRED], 2):
+        if pair[0][2] == pair[1][2] and not set(pair) & set(chosen):
+            added(pair)
     scores["terms"] = score(chosen, everything)
     most, terms = max(most, sum(gains.values())), []
     for key in sorted(gains, key=gains.__getitem__, reverse=True):
