@@ -17,6 +17,7 @@ ANALYSES = HERE.parent / "analyses"
 OTHERS = (
     "shared_terms",
     "stated_terms/convnext",
+    "stated_terms/convnext_pairs",
     "stated_terms/vit",
     "convolution_biases",
     "dilation_schedules",

@@ -148,7 +148,10 @@ def test_bad_input_says_what_to_do(tmp_path):
     with pytest.raises(SpecError, match=r"qkv.weight\[k\]' is missing, which is in one tensor with"):
         wi.from_terms_(vit(), scales={TENSORS[0]: ([0], [1])}, terms=[])
     with pytest.raises(SpecError, match="terms: no tensors"):
-        wi.from_terms_(vit(), scales=SCALES, terms=[(*VO[:2], "channels", "5 apart", [0.1])])
+        wi.from_terms_(vit(), scales=SCALES, terms=[(*VO[:2], "chanels x vo", "same block", [0.1])])
+    wi.from_terms_(vit(), scales=SCALES, terms=[(*VO[:2], "channels", "5 apart", [0.1])])  # of deeper networks
+    with pytest.raises(UsageError, match="gain: expected a number >= 0, found -1"):
+        wi.from_terms_(vit(), scales=SCALES, terms=[], gain=-1)
 
 
 def test_command_line(tmp_path, capsys):

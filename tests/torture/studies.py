@@ -140,7 +140,12 @@ def test_benchmarks_of_studies_run(recipe: Path, tmp_path: Path, monkeypatch: py
     assert study.bench is not None
     vary = {names: values[:2] for names, values in study.bench.vary.items() if names != "data.name"}
     grid = {names: values[:1] for names, values in study.bench.grid.items()}
-    cut = study.bench.model_copy(update={"contrasts": [], "vary": {}})  # contrasts are of all cells
+    inits = [
+        init for init in study.bench.init if not (isinstance(init, dict) and "artifact" in init)
+    ]  # not in the clone
+    cut = study.bench.model_copy(
+        update={"contrasts": [], "vary": {}, "init": tuple(inits)}
+    )  # contrasts are of all cells
     study = study.model_copy(update={"bench": cut})
     result = bench(study.replace(small), out="out", epochs=(1,), seeds=2, vary=vary, grid=grid, **options)
     assert {row["n"] for row in result.arms} == {2}

@@ -150,7 +150,8 @@ def structure_of(
     """The distribution that scales and terms `(a, b, along, where, values)` state, for the tensors in `scales`.
 
     Correlations are multiplied by `gain` and clipped at +-0.9; where they contradict each other, the nearest
-    correlation matrix is taken. A SpecError if a pattern or term is of no tensors.
+    correlation matrix is taken. Terms of blocks that are further apart than the network is deep are left out; a
+    SpecError if another term or a pattern is of no tensors.
     """
     named: dict[str, list[str]] = {}
     for view in permutations.parts:
@@ -167,7 +168,9 @@ def structure_of(
     matrices = [np.eye(kind.multiplicity) for kind in layout.types]
     parts = [np.ones(kind.multiplicity) for kind in layout.types]
     for *key, values in terms:
-        if (found := layout.entries.get((key[0], key[1], key[2], key[3]))) is None:
+        found = layout.entries.get((key[0], key[1], key[2], key[3]), {})
+        shallow = key[3].endswith(" apart") and {key[0], key[1]} <= scales.keys()  # fewer blocks than that
+        if not found and not shallow:
             raise SpecError(f"terms: no tensors in `scales` that the network has are those of {tuple(key)}")
         for number, (i, j, t) in found.items():
             if key[3] == _STD:
@@ -413,8 +416,9 @@ def explain(
     significant becomes a term, in the order of what it gains alone in the log-likelihood of held-out networks (8
     folds), if it still adds `least` of what the structure `exchangeable` gains over independent entries, or is a
     correlation along two kinds of units: these are small, but add up in the products of matrices, as those of values
-    and outputs do. What was not taken is tried in pairs, which share what they gain. All networks take part in the tests, so sizes and shares of terms that are barely significant are
-    too large on average. Fixed entries, such as pixels, have one standard deviation in common.
+    and outputs do. What was not taken is tried in pairs, which share what they gain. All networks take part in the
+    tests, so sizes and shares of terms that are barely significant are too large on average. Fixed entries, such as
+    pixels, have one standard deviation in common.
 
     Args:
         source: a `Population`, its path, or a `WeightArray`.
