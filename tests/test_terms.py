@@ -1,5 +1,7 @@
 """`fit-init --explain`: planted terms are found with their size, others are not, and the code draws what it states."""
 
+import re
+
 import numpy as np
 import pytest
 import torch
@@ -143,12 +145,23 @@ def test_bad_input_says_what_to_do(tmp_path):
         explain(WeightArray(np.ones((40, spec.size)), spec))
     with pytest.raises(UsageError, match="no tensor"):
         explain(WeightArray(rng.standard_normal((40, spec.size)), spec), "none.*")
-    with pytest.raises(SpecError, match=r"scales: the network has no tensor 'blocks\.\*\.mlp\.fc9"):
+    with pytest.raises(SpecError, match=r"scales: no tensor 'blocks.\*.mlp.fc9'; did you mean"):
         wi.from_terms_(vit(), scales={"blocks.*.mlp.fc9": ([0], [1])}, terms=[])
     with pytest.raises(SpecError, match=r"qkv.weight\[k\]' is missing, which is in one tensor with"):
         wi.from_terms_(vit(), scales={TENSORS[0]: ([0], [1])}, terms=[])
-    with pytest.raises(SpecError, match="terms: no tensors"):
-        wi.from_terms_(vit(), scales=SCALES, terms=[(*VO[:2], "chanels x vo", "same block", [0.1])])
+    for line, message in (
+        ((*VO[:2], "chanels x vo", "same block", [0.1]), "expected one of along 'channels x vo', 'same block'"),
+        ((*VO[1::-1], *VO[2:], [0.1]), "expected one of none in this order"),
+        (("blocks.*.attn.v", *VO[1:], [0.1]), "no tensor in `scales` 'blocks.*.attn.v'; did you mean"),
+        ((*VO, -0.3), "expected a list of numbers between -1 and 1, found -0.3"),
+        ((*VO, [-2.0]), "expected a list of numbers between -1 and 1"),
+        ((*STRIPES, [-0.6]), "expected a list of numbers between 0 and inf"),
+        (VO, "expected (a, b, along, where, values)"),
+    ):
+        with pytest.raises(SpecError, match=re.escape(message)):
+            wi.from_terms_(vit(), scales=SCALES, terms=[line])
+    with pytest.raises(SpecError, match="std: expected a list of numbers between 0 and inf"):
+        wi.from_terms_(vit(), scales=SCALES | {ACROSS[0]: ([0.0], [-1.0])}, terms=[])
     wi.from_terms_(vit(), scales=SCALES, terms=[(*VO[:2], "channels", "5 apart", [0.1])])  # of deeper networks
     with pytest.raises(UsageError, match="gain: expected a number >= 0, found -1"):
         wi.from_terms_(vit(), scales=SCALES, terms=[], gain=-1)
@@ -174,6 +187,8 @@ def test_command_line(tmp_path, capsys):
     assert "def start(module" in (tmp_path / "tiny_start.py").read_text()
     for arguments, message in (
         (("-o", tmp_path / "a.safetensors"), "expected .py with --explain"),
+        (("-o", tmp_path / "my-start.py"), "expected a name that Python can import"),
+        (("-o", tmp_path / "tiny_start.py"), "exists, and nothing in it says that this command wrote it"),
         (("-o", tmp_path / "a.py", "--gain", "3"), "--gain requires"),
         (
             ("-o", tmp_path / "a.py", "--structure", "dense"),

@@ -23,7 +23,6 @@ _MARKS = {
     ".html": b'<meta name="generator" content="weightscope report">',
     ".npz": b"written by weightscope",
     ".safetensors": b'{"__metadata__":{"weightscope":',
-    ".py": b"Written by `weightscope fit-init ",
 }
 _ENDS = 1 << 16
 

@@ -144,6 +144,14 @@ def _candidates(
         given = [(label, labelled(init)[1]) for label, init in inits.items()]
     else:
         given = [labelled(init) for init in inits]
+        times = Counter(label for label, _ in given)  # functions of one name in several modules have the module's, too
+        given = [
+            (
+                config.name + numbers_text(config.parameters) if times[label] > 1 and ":" in config.name else label,
+                config,
+            )
+            for label, config in given
+        ]
     found = [candidate for pair in given for candidate in _with_grid(*pair, grid)]
     for names in grid:
         if not any(names.split(",")[0].strip() in numbers for _, _, numbers in found):

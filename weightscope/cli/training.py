@@ -302,13 +302,15 @@ def fit_init(
         source = maybe_partial(source, partial, at)
         source = source if isinstance(source, Population) else Population(source)
         source = source if len(source) > 1 else f"{source.path}::0"  # an imported network
+    if explain and not out.stem.isidentifier():
+        raise UsageError(f"-o: expected a name that Python can import, such as start.py, found {out.name}")
     if explain is not (out.suffix == ".py"):
         raise UsageError(f"-o: expected .py with --explain and .safetensors without, found {out}")
     kind = "networks" if structure == "exchangeable" else "one network"
     if isinstance(source, Population):
         kind = "a population with --explain" if explain else "a population"
     elif explain:
-        raise UsageError(f"--explain: expected a population, found {sources[0]}")
+        raise UsageError(f"--explain: expected one population, found {', '.join(sources)}")
     elif len(sources) > 1 and kind == "one network":
         raise UsageError(f"--structure {structure}: expected one source, found {len(sources)}")
     special = {"at": at is not None, "partial": partial, "gain auto": gain == "auto"}
@@ -352,7 +354,10 @@ def fit_init(
         result = fit_network(source, structure, **options)
     click.echo(result.text())
     result.save(out)
-    click.echo(f"wrote {out}" + (f"; try it: weightscope bench RECIPE --init {out.stem}:start" if explain else ""))
+    click.echo(
+        f"wrote {out}"
+        + (f"; try it: weightscope bench RECIPE --init {out.stem}:start, in its folder" if explain else "")
+    )
     write_json(json_file, result.to_dict() | curve)
 
 

@@ -29,7 +29,7 @@ from scipy.linalg import cho_factor, cho_solve, cholesky
 from scipy.special import stdtr, stdtrit
 
 from weightscope._util import atomic
-from weightscope._util.names import BLOCK
+from weightscope._util.names import BLOCK, unknown
 from weightscope._util.results import Result
 from weightscope._util.threads import one_thread
 from weightscope.errors import DataError, SpecError, UsageError
@@ -156,8 +156,11 @@ def structure_of(
     named: dict[str, list[str]] = {}
     for view in permutations.parts:
         named.setdefault(pattern_of(view.name), []).append(view.tensor)
-    if unknown := [pattern for pattern in scales if pattern not in named]:
-        raise SpecError(f"scales: the network has no tensor {unknown[0]!r}; it has {', '.join(named)}")
+    for pattern, pair in scales.items():
+        if pattern not in named:
+            raise SpecError(f"scales: {unknown('tensor', pattern, named)}")
+        _check_numbers(f"scales: {pattern}: mean", pair[0], -np.inf)
+        _check_numbers(f"scales: {pattern}: std", pair[1], 0.0)
     names = [*dict.fromkeys(name for pattern in scales for name in named[pattern])]
     spec = WeightSpec(tensor for tensor in network.tensors if tensor.name in names)
     layout = _Layout(spec, permutations.restrict(names), network)
@@ -167,11 +170,20 @@ def structure_of(
         )
     matrices = [np.eye(kind.multiplicity) for kind in layout.types]
     parts = [np.ones(kind.multiplicity) for kind in layout.types]
-    for *key, values in terms:
+    for line in terms:
+        if len(line) != 5:
+            raise SpecError(f"terms: expected (a, b, along, where, values), found {line!r}")
+        *key, values = line
+        for pattern in key[:2]:
+            if pattern not in scales:
+                raise SpecError(f"terms: {unknown('tensor in `scales`', pattern, scales)}")
+        bounds = (0.0, np.inf) if key[3] == _STD else (-1.0, 1.0)
+        _check_numbers(f"terms: {', '.join(key)}", values, *bounds)
         found = layout.entries.get((key[0], key[1], key[2], key[3]), {})
-        shallow = key[3].endswith(" apart") and {key[0], key[1]} <= scales.keys()  # fewer blocks than that
-        if not found and not shallow:
-            raise SpecError(f"terms: no tensors in `scales` that the network has are those of {tuple(key)}")
+        if not found and not re.fullmatch(r"\d+ apart", key[3]):  # of a network with fewer blocks
+            there = sorted({f"along {k[2]!r}, {k[3]!r}" for k in layout.entries if k[:2] == (key[0], key[1])})
+            what = f"{', '.join(there)}" if there else "none in this order"
+            raise SpecError(f"terms: {key[0]}, {key[1]}: expected one of {what}; found along {key[2]!r}, {key[3]!r}")
         for number, (i, j, t) in found.items():
             if key[3] == _STD:
                 parts[number][i] = _at(t, values)
@@ -185,6 +197,13 @@ def structure_of(
         mean = mean if kind.groups else means
     permutations = layout.permutations
     return Exchangeable(spec, mean_vector(mean, spec, permutations), permutations, factors, network=network)
+
+
+def _check_numbers(what: str, values: Any, low: float, high: float = np.inf) -> None:
+    """A list of one or more numbers between two bounds, which are excluded."""
+    fine = isinstance(values, list | tuple) and values and all(isinstance(x, int | float) for x in values)
+    if not fine or not all(low < x < high for x in values):
+        raise SpecError(f"{what}: expected a list of numbers between {low:g} and {high:g}, found {values!r}")
 
 
 def _definite(matrix: np.ndarray) -> np.ndarray:
@@ -381,7 +400,13 @@ class Explanation(Result):
         )
 
     def notes(self) -> list[str]:
-        return [f"left out, they never vary: {', '.join(self.fixed)}"] if self.fixed else []
+        lines = [
+            "a ~ b: correlation of their parts along these units, which are means over all others (fc1, channels: its "
+            "columns)",
+            "std: standard deviation of such a part over that of single entries; pixels i j: so far apart in a filter",
+            "two sizes: in the first and the last block; the interval is of the mean over blocks",
+        ]
+        return lines + ([f"left out, they never vary: {', '.join(self.fixed)}"] if self.fixed else [])
 
     def to_dict(self) -> dict[str, Any]:
         own = {"source": self.source, "networks": self.networks, "log_prob": dict(self.log_prob)}

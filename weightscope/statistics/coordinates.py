@@ -82,6 +82,8 @@ class Coordinates:
     ) -> None:
         self.tensors = () if select is None else spec.select(select).tensors
         self._computed, self._pairs = computed, norm_pairs(spec) if fold_norms else ()
+        if fold_norms and not self._pairs:
+            raise SpecError("fold_norms: no norm of these tensors is known to be read by a linear map; leave it out")
         names = {tensor.name for tensor in (spec.tensors if computed else self.tensors)}
         needed = set(names)
         for norm, linear in self._pairs:

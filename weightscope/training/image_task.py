@@ -129,8 +129,8 @@ class ImageBatches:
         self.nets.calibrate([normalise(part, self.mean, self.std).to(self.dtype) for part in calibration])
         self.nets.eval()
         clock = time.thread_time if self.device.type == "cpu" else time.perf_counter  # a CPU may be busy with others
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        wait = torch.cuda.synchronize if self.device.type == "cuda" else lambda: None
+        wait()
         begun = clock()
         loss = torch.zeros(self.nets.count, device=self.device)
         right = []
@@ -141,7 +141,7 @@ class ImageBatches:
             loss -= F.log_softmax(logits, dim=2)[:, torch.arange(len(labels), device=self.device), labels].sum(1)
             right.append(hits(logits, labels).bool())
         self.hits, count = torch.cat(right, dim=1), len(self.test_images)
-        loss.cpu()  # after the last pass on a GPU
+        wait()
         self.speeds.append(self.nets.count * count / (clock() - begun))
         return {"test_loss": loss / count, "test_accuracy": self.hits.sum(1) / count}
 
