@@ -281,8 +281,10 @@ def test_labels_are_short_and_differ() -> None:
     inits += ["runs/fit.safetensors+mimetic_mlp"]
     labels = ["default", "my_init", "mimetic_mlp+f", "scaled_init (scale=0.1)", "fit", "fit+mimetic_mlp"]
     assert [arm.init for arm in plan_arms(RECIPE, inits)] == labels
-    with pytest.raises(UsageError, match="found scaled_init more than once"):
-        plan_arms(RECIPE, [scaled_init, "other:scaled_init"])
+    found = plan_arms(RECIPE, ["mine:scaled_init", "other:scaled_init"])
+    assert [arm.init for arm in found] == ["mine:scaled_init", "other:scaled_init"]
+    with pytest.raises(UsageError, match=r"found default \(scale=0.1\) more than once"):
+        plan_arms(RECIPE, [table.model_copy(update={"name": "default"}), "default(scale=0.1)"])
     with pytest.raises(UsageError, match="expected a name, a file, a callable or an InitConfig"):
         plan_arms(RECIPE, [3])  # type: ignore[list-item]
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from weightscope._util.arms import CONTROLS, FROZEN, epochs_text, point_text, value_text
 from weightscope._util.checks import choice, count
+from weightscope._util.plugins import is_reference
 from weightscope.errors import RecipeError, UsageError
 from weightscope.init.named import Init, init_table, labelled, numbers_text, short_name
 from weightscope.recipe import InitConfig, Recipe
@@ -137,6 +138,13 @@ _Candidate = tuple[str, InitConfig, Mapping[str, Any]]
 """An initialiser's label and table, and the numbers of its grid."""
 
 
+def _with_module(label: str, config: InitConfig) -> str:
+    """The label of a function that another module has, too: `package.module:function`."""
+    numbers = numbers_text(config.parameters)
+    named = is_reference(config.name) and label == short_name(config.name) + numbers
+    return config.name + numbers if named else label
+
+
 def _candidates(
     inits: Sequence[Init] | Mapping[str, Init], grid: Mapping[str, Sequence[Any]], controls: Sequence[str]
 ) -> list[_Candidate]:
@@ -144,14 +152,8 @@ def _candidates(
         given = [(label, labelled(init)[1]) for label, init in inits.items()]
     else:
         given = [labelled(init) for init in inits]
-        times = Counter(label for label, _ in given)  # functions of one name in several modules have the module's, too
-        given = [
-            (
-                config.name + numbers_text(config.parameters) if times[label] > 1 and ":" in config.name else label,
-                config,
-            )
-            for label, config in given
-        ]
+        times = Counter(label for label, _ in given)
+        given = [(_with_module(*one) if times[one[0]] > 1 else one[0], one[1]) for one in given]
     found = [candidate for pair in given for candidate in _with_grid(*pair, grid)]
     for names in grid:
         if not any(names.split(",")[0].strip() in numbers for _, _, numbers in found):

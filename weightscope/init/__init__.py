@@ -71,7 +71,7 @@ _FITTED["from_terms_"] = "terms"
 
 __all__ = [
     *("INITIALISERS", "compose", "conv_covariance", "get", "parameters"),
-    *_FITTED,
+    *(name for name in _FITTED if not name.endswith("_")),
     *(f"{name}_" for name in INITIALISERS),
 ]
 

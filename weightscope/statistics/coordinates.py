@@ -134,7 +134,7 @@ class Coordinates:
         it is, or renumber an axis. UsageError if they do neither.
         """
         kept = {tensor.name for tensor in self.tensors}
-        views = [view for view in whole.views if view.tensor in kept]
+        views = [*whole.restrict(kept).views] if kept else []
         if self.computed:
             rng = np.random.default_rng(0)
             weights = {name: x[0] for name, x in self.reads.unpack(rng.standard_normal((1, self.reads.size))).items()}
