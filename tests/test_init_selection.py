@@ -8,7 +8,8 @@ import torch
 from families import scramble, seeded, state_space
 from references_init import select_uniform
 
-from weightscope.errors import DataError, SpecError, UsageError
+from weightscope.anatomy.permutation_groups import permutation_spec
+from weightscope.errors import AnatomyError, DataError, SpecError, UsageError
 from weightscope.init import grow_, growth, permute_, select_weights_, transfer_, transfer_singular_
 from weightscope.networks import ConvMixer, ConvNeXt, ViT
 from weightscope.population import Population
@@ -435,3 +436,20 @@ def test_numbers_that_the_student_cannot_hold_are_refused(init, value, message):
     with pytest.raises(DataError, match=rf"(a weight of shape .*|`blocks\.0\.mlp\.fc1\.weight`): {message}"):
         init(student, teacher)
     assert all(torch.equal(found, before[name]) for name, found in student.state_dict().items())
+
+
+def test_a_network_of_unknown_names_grows_with_its_permutations():
+    def network(width, hidden):
+        torch.manual_seed(width)
+        branch = torch.nn.Sequential(torch.nn.Linear(width, hidden), torch.nn.GELU(), torch.nn.Linear(hidden, width))
+        return torch.nn.Sequential(
+            torch.nn.Linear(5, width), branch, torch.nn.LayerNorm(width), torch.nn.Linear(width, 3)
+        )
+
+    small, large, x = network(8, 16), network(16, 48), torch.randn(7, 5)
+    before = copy.deepcopy(large.state_dict())
+    with pytest.raises(AnatomyError, match="no permutation specification"):
+        grow_(large, small, generator=seeded())
+    assert all(torch.equal(value, before[name]) for name, value in large.state_dict().items())
+    grow_(large, small, noise=0.0, permutations=permutation_spec(large, x), generator=seeded())
+    assert (large(x) - small(x)).abs().max() < 1e-6

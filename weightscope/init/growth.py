@@ -24,7 +24,9 @@ WIDTHS, DEPTHS = ("split", "select"), ("identity", "repeat")
 
 
 @INITIALISERS.register(
-    "grow", source="thesis 4.1; Net2Net, Chen et al. 2016", needs="a smaller network of the family, of known names"
+    "grow",
+    source="thesis 4.1; Net2Net, Chen et al. 2016",
+    needs="a smaller network of the family, of known names or with `permutations`",
 )
 def grow_(
     module: M,
@@ -34,6 +36,7 @@ def grow_(
     depth: str = "identity",
     noise: float = 0.01,
     exclude: str | Sequence[str] | None = None,
+    permutations: PermutationSpec | None = None,
     generator: Generator = None,
 ) -> M:
     """Initialise a network with the weights of a smaller one, in width and in depth.
@@ -63,9 +66,10 @@ def grow_(
         noise: standard deviation, relative to that of each widened matrix, in "split", which lets equal units become
             different; z is drawn for these alone.
         exclude: shell patterns of tensors to leave unchanged, comma-separated or a sequence.
+        permutations: of the module's tensors, where their names are not known: `permutation_spec(module, inputs)`.
 
     Raises:
-        AnatomyError: if no permutation specification is known for the names of the module.
+        AnatomyError: if no permutation specification is known for the names of the module, and none is given.
         SpecError: if a tensor has no counterpart; if units, heads or blocks are more in the smaller network; if an axis
             that is not one of units (tokens, classes, filter positions) has another length; for "identity" if an added
             block has no branch that ends in such a matrix (ConvMixer, ResNet).
@@ -84,7 +88,7 @@ def grow_(
     places = _trained.counterparts(wanted, _trained.weights(module), tensors, "repeat")
     theirs = {n: tensors.read(place, tuple(wanted[n].shape)).double().numpy() for n, place in places.items()}
     new = {name: wanted[name].detach().double().cpu().numpy().copy() for name in theirs}
-    whole, inputs = permutation_spec(module), _inputs(module)
+    whole, inputs = permutations or permutation_spec(module), _inputs(module)
     spec = whole.restrict(wanted)
     origins = PermutationSpec(tuple(_smaller(view, new[view.tensor].shape, theirs) for view in spec.views))
     sources = {name: tuple(tensors.names[place.name].values()) for name, place in places.items()}
