@@ -139,7 +139,7 @@ def test_permutations_of_a_network_whose_names_are_not_known_are_given():
 def test_bad_input_says_what_to_do(tmp_path):
     spec = WeightSpec.of(vit())
     rng = np.random.default_rng(0)
-    with pytest.raises(DataError, match="expected at least 32 usable networks, found 20"):
+    with pytest.raises(DataError, match="terms need at least 32 usable networks, found 20"):
         explain(WeightArray(rng.standard_normal((20, spec.size)), spec))
     with pytest.raises(DataError, match="selected tensors varies"):
         explain(WeightArray(np.ones((40, spec.size)), spec))

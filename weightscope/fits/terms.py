@@ -469,7 +469,8 @@ def explain(
     names = opened.spec.select(select).names
     rows = np.concatenate([rows for rows, _ in finite_chunks(opened, names)])
     if len(rows) < 4 * FOLDS:
-        raise DataError(f"expected at least {4 * FOLDS} usable networks, found {len(rows)}")
+        where = getattr(opened, "path", "an array")
+        raise DataError(f"{where}: terms need at least {4 * FOLDS} usable networks, found {len(rows)}")
     columns = opened.spec.select(literal(names)).slices
     fixed = tuple(name for name in names if not np.ptp(rows[:, columns[name]], axis=0).any())
     names = [name for name in names if name not in fixed]

@@ -91,7 +91,9 @@ def _keywords(inner: str, text: str) -> list[tuple[str, Any]]:
             raise ValueError
         return [(str(keyword.arg), _literal(keyword.value)) for keyword in call.keywords]
     except (SyntaxError, ValueError, AssertionError):
-        raise UsageError(f"--init: expected NUMBER=VALUE, ... in the parentheses, found {text!r}") from None
+        raise UsageError(
+            f"--init: expected NAME=VALUE, ... in the parentheses, text in quotes, found {text!r}"
+        ) from None
 
 
 def _literal(node: ast.expr) -> Any:
