@@ -203,7 +203,7 @@ PAPERS = (ROOT / "analyses" / "papers.md").read_text().partition("## The table")
 def test_a_command_of_the_table_of_the_papers_parses(line, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     name, *words = shlex.split(line.removeprefix("weightscope ").partition(" # ")[0])
-    cli.commands[name].make_context(name, words)
+    assert cli.commands[name].make_context(name, words).params  # else a UsageError
 
 
 def test_files_that_the_table_of_the_papers_names_exist():

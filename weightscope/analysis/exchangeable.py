@@ -216,8 +216,8 @@ def covariance_exchangeable(
 
     UsageError for an unknown name or a computed coordinate of the wrong shape, or one that the renumbering of units
     changes otherwise than by renumbering an axis; AnatomyError if the architecture is not known and no specification is
-    given; SpecError if that does not fit the
-    tensors, or renumbering changes the network's function; DataError if no usable network is left.
+    given; SpecError if that does not fit the tensors, or renumbering changes the network's function; DataError if no
+    usable network is left.
 
     Example:
         >>> found = covariance_exchangeable(Population("digits.pop"))

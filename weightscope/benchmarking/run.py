@@ -136,7 +136,7 @@ class BenchPlan(Result):
     ) -> BenchResult:
         """Train the tiles of all arms that are not on disk, and compare the arms.
 
-        UsageError if the `throughput` is to be measured and an arm evaluates no images, or once only.
+        UsageError with `throughput` if an arm evaluates no images, or evaluates only once.
         """
         titles = {request.path: arm.title for arm, request in zip(self.design.arms, self.requests, strict=True)}
         places = {request.path: arm.folder for arm, request in zip(self.design.arms, self.requests, strict=True)}

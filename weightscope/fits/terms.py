@@ -48,7 +48,7 @@ Entries = tuple[np.ndarray, np.ndarray, np.ndarray]
 """Rows, columns and relative depths of entries of a type's covariance."""
 Scales = Mapping[str, tuple[Sequence[float], Sequence[float]]]
 """Pattern of a tensor -> its mean and standard deviation, each a few numbers that are interpolated over depth."""
-FOLDS = 8
+_FOLDS = 8
 _PAIRED = 12  # terms that were not taken alone, which are tried in pairs
 _GROUPS = 32  # of networks, at most, for standard errors
 _STD = "std"
@@ -104,7 +104,7 @@ class _Layout:
             for i, j in itertools.combinations_with_replacement(range(len(rows)), 2):
                 (a, p), (b, q) = rows[i], rows[j]
                 where = _where(a, p, b, q)
-                if where is not None and not (where == _STD and single(a, kind)):
+                if where is not None and not (where == _STD and _single(a, kind)):
                     t = (self.t[a.name] + self.t[b.name]) / (1 if where == "outside" else 2)
                     key = pattern_of(a.name), pattern_of(b.name), along, where
                     out.setdefault(key, {}).setdefault(number, []).append((i, j, t))
@@ -125,7 +125,7 @@ def _along(kind: InvariantType) -> str:
     return " x ".join(re.sub(r"[.].*", "", group.lstrip("~")) for group in kind.groups) or "means"
 
 
-def single(view: View, kind: InvariantType) -> bool:
+def _single(view: View, kind: InvariantType) -> bool:
     """Whether a view's part of a type is that of single entries, along all of its units."""
     return len(kind.groups) == len(view.labels)
 
@@ -242,7 +242,7 @@ class _Estimate:
             product, part = self.products[number], self.parts[number]
             for i, (view, _) in enumerate(layout.rows[number]):
                 means[view.name] += part[i] / sqrt(view.entries) / view.multiplicity
-                if single(view, kind):
+                if _single(view, kind):
                     squares[view.name] += (product[i, i] - part[i] ** 2) / kind.dimension / view.multiplicity
         each: dict[str, list[tuple[float, float, float]]] = {}
         for name, t in layout.t.items():
@@ -343,7 +343,7 @@ from weightscope.init import from_terms_
 
 SCALES = {{  # mean and std at the first, middle and last block; of layers with a fan-in times sqrt(3 fan_in)
 {scale_lines}}}
-TERMS = [  # correlations, or stds of a part over that of independent entries, at the first and the last block
+TERMS = [  # correlations, or stds of a part over that of single entries, at the first and the last block
 {term_lines}]
 
 
@@ -468,9 +468,9 @@ def explain(
         raise UsageError("--select: no tensor is in a numbered block; name the tensors")
     names = opened.spec.select(select).names
     rows = np.concatenate([rows for rows, _ in finite_chunks(opened, names)])
-    if len(rows) < 4 * FOLDS:
+    if len(rows) < 4 * _FOLDS:
         where = getattr(opened, "path", "an array")
-        raise DataError(f"{where}: terms need at least {4 * FOLDS} usable networks, found {len(rows)}")
+        raise DataError(f"{where}: terms need at least {4 * _FOLDS} usable networks, found {len(rows)}")
     columns = opened.spec.select(literal(names)).slices
     fixed = tuple(name for name in names if not np.ptp(rows[:, columns[name]], axis=0).any())
     names = [name for name in names if name not in fixed]
@@ -486,13 +486,15 @@ def explain(
     groups = np.arange(len(sums.n))
     whole = _Estimate(sums, groups >= 0)
     sloped, errors = _significant(whole, [_Estimate(sums, groups != g) for g in groups])
-    folds = [(_Estimate(sums, groups % FOLDS != k), _Estimate(sums, groups % FOLDS == k)) for k in range(FOLDS)]
+    folds = [(_Estimate(sums, groups % _FOLDS != k), _Estimate(sums, groups % _FOLDS == k)) for k in range(_FOLDS)]
 
     def score(chosen: Mapping[Key, bool], numbers: Iterable[int]) -> float:
         return sum(one.log_prob(n, chosen, held) * held.n for one, held in folds for n in numbers) / len(rows)
 
     everything = range(len(layout.types))
-    rival = fit(opened, literal(names), structure="exchangeable", joint="all", holdout=FOLDS, permutations=permutations)
+    rival = fit(
+        opened, literal(names), structure="exchangeable", joint="all", holdout=_FOLDS, permutations=permutations
+    )
     scores = {"independent": score({}, everything), "exchangeable": float(rival.table[0]["log_prob"])}
     most = max(0.0, scores["exchangeable"] - scores["independent"])
 
