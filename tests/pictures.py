@@ -75,18 +75,6 @@ def bench_summary(inits: list[str], lengths: list[int]) -> list[dict[str, Any]]:
     return rows
 
 
-def score_row(structure: str, difference: float | None, error: float | None, **more: Any) -> dict[str, Any]:
-    row = {"group": "a", "structure": structure, "parameters": 12_345, "difference": difference, "difference_se": error}
-    return row | {"log_prob": difference, "log_prob_se": error, "chosen": difference == 0, "failed": None} | more
-
-
-SCORES = [
-    score_row("diagonal", -130.0, 5.2),
-    score_row("dense", 0.0, 0.0),
-    score_row("low_rank(rank=8)", -12.3, 1.5),
-    score_row("isotropic", -2411.0, 21.0),
-    score_row("kronecker", None, None, failed=f"the matrix {LONG[0]} has one row only, so it " * 3),
-]
 STRIPES = [
     (name, group, ratio * (1 + i / 4), ratio * (1 + i / 4) * 0.9, ratio * (1 + i / 4) * 1.2)
     for i, name in enumerate(LONG)

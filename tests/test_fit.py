@@ -383,14 +383,11 @@ def test_a_registered_structure_with_a_change():
     np.testing.assert_allclose(result.groups[0].structure.variance, 4 * plain.variance)
 
 
-def test_results_are_tables_and_pictures():
+def test_results_are_tables():
     result = fit(WeightArray(population(), SPEC), joint="tensor", structure=["isotropic", "diagonal"])
     assert repr(result) == "<PopulationFit: 4 tensors in 4 groups, 200 networks: diagonal, isotropic>"
     assert result.rows() == list(result.table)
     assert len(result.to_pandas()) == len(result.table) == 4 * 2 + 3
-    figure = result.plot(group=FC1)
-    assert {"isotropic", "diagonal"} <= {text.get_text() for text in figure.axes[0].get_yticklabels()}
-    figure.clear()
 
 
 def test_too_few_networks():

@@ -6,7 +6,6 @@ from matplotlib.colors import to_hex
 from pictures import (
     INIT,
     PAIRED,
-    SCORES,
     bars_of,
     bench_runs,
     bench_summary,
@@ -14,7 +13,6 @@ from pictures import (
     heights_of,
     points_of_bars,
     runs_of,
-    score_row,
     texts_of,
 )
 from scipy import stats
@@ -47,31 +45,7 @@ def test_networks_that_all_diverged_have_no_curve() -> None:
         plots.training_curves(np.full((3, 2), np.nan))
 
 
-def test_held_out_scores_are_ordered_with_their_errors_and_failures() -> None:
-    ax = plots.heldout_scores(SCORES)
-    names = ["dense", "low_rank(rank=8)", "diagonal", "isotropic", "kronecker"]
-    assert [t.get_text() for t in ax.get_yticklabels()] == names
-    points = points_of_bars(ax)
-    assert points == [0, -12.3, -130, -2411]
-    assert ends_of(bars_of(ax)[1]) == [pytest.approx((-13.8, -10.8))]
-    texts = texts_of(ax)
-    assert "best" in texts
-    assert "−12.3 ± 1.5" in texts
-    assert "12,345" in texts
-    assert "not fitted" in texts
-    assert f"kronecker is not fitted: {SCORES[-1]['failed'].strip()}" in ax.get_xlabel().replace("\n", " ")
-    assert ax.get_xscale() == "symlog"
-    assert "logarithmic beyond ±10" in ax.get_xlabel()
-    near = plots.heldout_scores([score_row("a", 0.0, 0.0), score_row("b", -3.0, 1.0)])
-    assert near.get_xscale() == "linear"
-
-
-def test_the_sum_over_groups_is_drawn_unless_one_is_named() -> None:
-    table = [score_row("dense", 0.0, 0.0, group=g) for g in ("a", "b")] + [score_row("sum", 0.0, 0.0, group="(all)")]
-    assert [t.get_text() for t in plots.heldout_scores(table).get_yticklabels()] == ["sum"]
-    assert [t.get_text() for t in plots.heldout_scores(table, group="b").get_yticklabels()] == ["dense"]
-    with pytest.raises(UsageError, match=r"expected group to be one of a, b, \(all\), found c"):
-        plots.heldout_scores(table, group="c")
+def test_nothing_to_draw_against_depth_is_refused() -> None:
     for nothing in (lambda: plots.depth_curves([], []), lambda: plots.products_by_depth([])):
         with pytest.raises(UsageError, match="expected at least one network and one statistic to draw, found none"):
             nothing()

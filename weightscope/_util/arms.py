@@ -118,11 +118,3 @@ def bars_note(rows: Sequence[Mapping[str, Any]]) -> str:
         if any(row["n"] != row["pairs"] for row in compared if row.get("pairs") is not None):
             text += seeds_text([row.get("pairs") for row in compared]) + " of both"
     return f"{text}; {lost}" if lost else text
-
-
-def curves_note(rows: Sequence[Mapping[str, Any]]) -> str:
-    """The same of curves over epochs, whose intervals are bands."""
-    text = f"mean of {count_range([row['n'] for row in rows])} seeds"
-    if left_out := sum(row["networks"] - row["n"] for row in rows):
-        text += f", {left_out} diverged networks left out"
-    return f"{text}; bands: adjusted {CI} of the difference from {rows[0]['init']}" if len(rows) > 1 else text

@@ -6,7 +6,7 @@ from weightscope.benchmarking.probing import linear_probe
 from weightscope.benchmarking.publishing import publish
 from weightscope.benchmarking.result import BenchResult
 from weightscope.benchmarking.run import BenchPlan, bench, plan_bench
-from weightscope.benchmarking.statistics import Contrast, mean_curves, seed_differences, summarise
+from weightscope.benchmarking.statistics import Contrast, seed_differences, summarise
 
 __all__ = [
     "Arm",
@@ -17,7 +17,6 @@ __all__ = [
     "bench",
     "choose_gain",
     "linear_probe",
-    "mean_curves",
     "plan_arms",
     "plan_bench",
     "publish",

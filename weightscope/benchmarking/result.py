@@ -4,7 +4,6 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import combinations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +23,6 @@ from weightscope.benchmarking.statistics import (
     contrast_tests,
     control_of,
     has_fields,
-    mean_curves,
     seed_differences,
     summarise,
 )
@@ -246,10 +244,9 @@ class BenchResult(Result):
     def figures(self, *, title: str | None = None) -> "dict[str, Callable[..., Figure]]":
         """The pictures that these results have, by name, each a function of the file to write (or None).
 
-        `convergence` (one cell), `curves` (over epochs), `differences` (paired), `scale` and `correlations` (with
-        controls), `along-AXIS` for each axis, `along-parameters` where they differ in number (thesis Fig. 2.1),
-        `map-X-Y` for each pair of axes, `accuracy-by-length` where the task evaluates sequences of several lengths. By
-        default each title says the finding.
+        `convergence` (one cell), `differences` (paired), `scale` and `correlations` (with controls), `along-AXIS` for
+        each axis, `along-parameters` where they differ in number (thesis Fig. 2.1), `accuracy-by-length` where the task
+        evaluates sequences of several lengths. By default each title says the finding.
         """
         from weightscope import plots  # imports matplotlib
 
@@ -378,7 +375,6 @@ def _entry(row: Mapping[str, Any] | None, best: tuple[int, float] | None, metric
 Rows = Sequence[dict[str, Any]]
 Picture = tuple[Callable[..., Any], str | None]
 """A function of a title that draws and returns the axes, and the title that says the finding."""
-_LARGEST_MAPS = 6
 
 
 def _pictures(runs: Rows, arms: Rows, metric: Metric, metrics: Sequence[Metric]) -> dict[str, Picture]:
@@ -387,7 +383,6 @@ def _pictures(runs: Rows, arms: Rows, metric: Metric, metrics: Sequence[Metric])
 
     out: dict[str, Picture] = {}
     all_arms, arms = arms, [row for row in arms if row["mean"] is not None]
-    references = [row for row in all_arms if row["p_holm"] is None]
     axes, found = axes_of(arms), finding(all_arms, metric)
     for axis in axes:
         out[f"along-{axis}"] = partial(plots.metric_along, arms, axis, metric=metric), found
@@ -400,13 +395,7 @@ def _pictures(runs: Rows, arms: Rows, metric: Metric, metrics: Sequence[Metric])
             said, shown = finding(from_controls(all_arms, control), metric), "scale" if kind == "scale" else control.key
             out[shown] = partial(plots.scale_and_structure, all_arms, metric=metric, control=kind), said
     if not axes and any(row["difference"] is not None for row in arms):
-        out["differences"] = partial(_of_runs, plots.paired_differences, seed_differences, runs, metric), found
-    places = {(cell_key(run), run["epochs"]) for run in runs}
-    curves = [[v for v in run.get("curve") or [] if v is not None] for run in runs if run.get(metric.key) is not None]
-    if len(places) == 1 and not axes and len(arms) == len(all_arms) and all(len(curve) > 1 for curve in curves):
-        curves_of = partial(mean_curves, chance=arms[0].get("chance"))
-        last = f"After {arms[0]['epochs']} epochs: {found}" if found else None
-        out["curves"] = partial(_of_runs, plots.metric_curves, curves_of, runs, metric), last
+        out["differences"] = partial(_drawn_differences, runs, metric), found
     if not axes and (by_length := _by_length(runs, metrics)):
         chance = {"chance": all_arms[0].get("chance")}  # of a token, at every length
         drawn = {
@@ -415,16 +404,13 @@ def _pictures(runs: Rows, arms: Rows, metric: Metric, metrics: Sequence[Metric])
         said = finding(by_length[max(by_length)])
         said = said and f"At {max(by_length)}x the length: {said}"
         out["accuracy-by-length"] = partial(plots.accuracy_by_length, drawn), said
-    for pair in combinations(axes, 2):
-        for name, rows in list(_maps(arms, *pair).items())[:_LARGEST_MAPS]:
-            said = finding([*rows, *references], metric)
-            draw = partial(plots.difference_map, rows, pair, metric=metric, of=name)
-            out[f"map-{pair[0]}-{pair[1]}-{name}"] = draw, said
     return out
 
 
-def _of_runs(draw: Callable[..., Any], statistic: Callable[..., Any], runs: Rows, metric: Metric, title: Any) -> Any:
-    return draw(statistic(runs, metric), metric=metric, title=title)
+def _drawn_differences(runs: Rows, metric: Metric, title: str | None) -> Any:
+    from weightscope import plots
+
+    return plots.paired_differences(seed_differences(runs, metric), metric=metric, title=title)
 
 
 def axes_of(arms: Rows) -> list[str]:
@@ -439,19 +425,6 @@ def _by_parameters(arms: Rows) -> list[dict[str, Any]]:
     if None in numbers or not 1 < len(numbers) == len(cells):
         return []
     return [row | {"cell": {"parameters": row["parameters"]}} for row in arms]
-
-
-def _maps(arms: Rows, x: str, y: str) -> dict[str, list[dict[str, Any]]]:
-    """Name of an initialiser -> its rows, where they fill a map of x and y and nothing else varies."""
-    from weightscope.plots import label_without
-
-    groups: dict[str, list[dict[str, Any]]] = {}
-    for row in arms:
-        rest = {key: value for key, value in row.get("cell", {}).items() if key not in (x, y)}
-        if row["difference"] is not None and {x, y} <= set(point_of(row)):
-            parts = [label_without(row["init"], x, y), point_text(rest), epochs_text(row["epochs"])]
-            groups.setdefault(", ".join(filter(None, parts)), []).append(row)
-    return groups
 
 
 def _by_length(runs: Rows, metrics: Sequence[Metric]) -> dict[int, Rows]:

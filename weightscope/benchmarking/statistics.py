@@ -204,39 +204,6 @@ def seed_differences(runs: Runs, metric: Metric = ACCURACY) -> list[dict[str, An
     return rows
 
 
-def mean_curves(runs: Runs, metric: Metric = ACCURACY, chance: float | None = None) -> list[dict[str, Any]]:
-    """The mean of the metric after each epoch, for `plots.metric_curves`, of runs of one cell and one length.
-
-    For each initialiser: `init`, `mean` (E,) over its `n` networks with a finite last value, of `networks`, and `band`
-    (2, E), the interval of the difference from the first one on the seeds of both, at the arm's level in the table of
-    `summarise`, drawn around its mean and inside the metric's bounds; None for the first one and the first frozen one,
-    for a single seed and where one of the two lost a network.
-    Several cells or lengths, or an initialiser without a `curve` on a seed of the first, are a UsageError.
-    """
-    groups, levels = by_arm(runs), {row["init"]: row["level"] for row in summarise(runs, metric)}
-    places = {key[:2] for key in groups}
-    if len(places) != 1:
-        raise UsageError(f"curves: expected runs of one cell and one training length, found {len(places)}")
-    found: dict[str, dict[int, np.ndarray]] = {}
-    for (_, _, init), group in groups.items():
-        curves = {run["seed"]: np.array([np.nan if v is None else v for v in run.get("curve") or []]) for run in group}
-        found[init] = {seed: curve for seed, curve in curves.items() if curve.size and np.isfinite(curve[-1])}
-    first = next(iter(found.values()))
-    if not all(set(mine) & set(first) for mine in found.values()):
-        raise UsageError('curves: expected a value after each epoch (training.evaluate = "epoch"), found none')
-    rows = []
-    for (key, group), mine in zip(groups.items(), found.values(), strict=True):
-        shared, mean, band = [k for k in mine if k in first], np.mean(list(mine.values()), axis=0), None
-        most = len({run["seed"] for run in group} & {run["seed"] for run in next(iter(groups.values()))})
-        if (level := levels[key[2]]) is not None and mine is not first and len(shared) == most > 1:
-            differences = np.array([mine[k] - first[k] for k in shared])  # (n, E)
-            half = stats.t.ppf(1 - level / 2, len(shared) - 1) * stats.sem(differences, axis=0)
-            band = np.clip(np.array([mean - half, mean + half]), *metric.bounds)
-        row = {"init": key[2], "mean": mean, "band": band, "n": len(mine), "networks": len(group)}
-        rows.append(row | {"chance": chance})
-    return rows
-
-
 def cell_key(row: Mapping[str, Any]) -> str:
     """The cell of a run or an arm as text, equal for equal cells."""
     return json.dumps(row.get("cell", {}), sort_keys=True)

@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -15,10 +15,6 @@ from weightscope.errors import DataError
 from weightscope.fits.artifact import NETWORK_FORMAT, Artifact, NetworkFit, read_contents
 from weightscope.fits.structure import STRUCTURES, Structure, structure_reference
 from weightscope.spec import TensorSpec, WeightSpec
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
 
 FORMAT, VERSION = "weightscope-initialiser", 2
 
@@ -163,12 +159,6 @@ class PopulationFit(Artifact):
             if group.structure is not None and (notes := group.structure.notes()):
                 lines += ["", f"{group.name}, {group.label}:", *(f"  {note}" for note in notes)]
         return "\n".join(lines)
-
-    def plot(self, path: str | Path | None = None, *, group: str | None = None) -> "Figure":
-        """Held-out log-likelihood of the candidates relative to the best; see `weightscope.plots.heldout_scores`."""
-        from weightscope import plots
-
-        return plots.finished(plots.heldout_scores(self.table, group=group), path)
 
 
 def structure_label(structure: str, options: Mapping[str, Any]) -> str:

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
-from matplotlib.patches import Rectangle
 from matplotlib.ticker import FixedLocator, Formatter, FuncFormatter, MaxNLocator, NullLocator
 from matplotlib.transforms import ScaledTranslation
 
@@ -20,7 +19,6 @@ from weightscope._util.arms import (
     CONTROLS,
     FROZEN,
     bars_note,
-    curves_note,
     divergence,
     epochs_text,
     point_of,
@@ -31,14 +29,12 @@ from weightscope._util.arms import (
 from weightscope.data.metrics import ACCURACY, Metric
 from weightscope.errors import DataError, UsageError
 from weightscope.plots import theme
-from weightscope.plots.theme import LABEL, decimals, interval, number, p_value, signed, wrap
+from weightscope.plots.theme import LABEL, decimals, interval, p_value, signed, wrap
 
 _MOST_TICKS = 12  # of an axis of epochs
 _APART = 3.0  # points between the bars of two initialisers at one value
-LEVEL = 0.05  # of adjusted p-values; differences below it are drawn as significant
 _DASHES = ((0, (4, 2)), (0, (1, 1.5)), (0, (8, 2, 1, 2)), (0, (2, 4)))  # of arms without the parameter, by cell
 _WITHOUT = "without the parameter"
-_FARTHEST = 40.0  # ratio of differences beyond which the axis is symmetric-logarithmic
 Row = Mapping[str, Any]
 
 
@@ -270,30 +266,6 @@ def gain_curve(
 
 
 @theme.themed()
-def metric_curves(
-    curves: Sequence[Row], ax: Axes | None = None, *, metric: Metric = ACCURACY, title: str | None = None
-) -> Axes:
-    """Mean of the test metric after each epoch, one line for each initialiser, with paired intervals.
-
-    A band is the interval of the difference from the first initialiser, on the seeds of both, around the mean of its
-    own; the first one has none. Bands are adjusted for the number of initialisers and not for that of epochs: in some
-    epoch one may leave out the first one's line by chance. Rows are those of `benchmarking.mean_curves`.
-    """
-    canvas, ax = theme.canvas(ax, 6.8, 4.4)
-    epochs, styles = np.arange(1, len(curves[0]["mean"]) + 1), {}
-    for order, row in enumerate(curves):
-        style = styles[row["init"]] = theme.style(order, ms=4.5)
-        style |= {"marker": style["marker"] if len(epochs) <= 30 else None}
-        if row["band"] is not None:
-            ax.fill_between(epochs, *row["band"], color=style["color"], alpha=0.18, lw=0, gid="band")
-        ax.plot(epochs, row["mean"], zorder=3, label=row["init"], **style)
-    ax.set_xlabel("epoch")
-    ticks = FixedLocator([1]) if len(epochs) == 1 else MaxNLocator(8, integer=True, min_n_ticks=2)
-    ax.xaxis.set_major_locator(ticks)
-    return _finished(canvas, metric, styles, curves, curves_note(curves), title)
-
-
-@theme.themed()
 def accuracy_by_length(
     by_length: Mapping[int, Sequence[Row]], ax: Axes | None = None, *, title: str | None = None
 ) -> Axes:
@@ -356,74 +328,17 @@ def _lines(summary: Sequence[Row], axis: str) -> dict[tuple[str, str], list[Row]
     for row in sorted(summary, key=lambda row: axis in point_of(row)):
         rest = point_text({key: value for key, value in row.get("cell", {}).items() if key != axis})
         others = ", ".join(filter(None, [rest, epochs_text(row["epochs"]) * several]))
-        lines.setdefault((label_without(row["init"], axis), others), []).append(row)
+        lines.setdefault((_label_without(row["init"], axis), others), []).append(row)
     if not any(axis in point_of(row) for row in summary):
         known = ", ".join(sorted({key for row in summary for key in point_of(row)}))
         raise UsageError(f"axis: expected one of {known or 'fields that vary'}, found {axis!r}")
     return lines
 
 
-def label_without(label: str, *numbers: str) -> str:
-    """The label of an initialiser without some of its numbers: `a (x=1, y=2)` without `a.x` is `a (y=2)`."""
-    for name in numbers:
-        label = re.sub(rf"(?<=[(\s]){re.escape(name.rpartition('.')[2])}=[^,()]*(?:, )?", "", label)
+def _label_without(label: str, number: str) -> str:
+    """The label of an initialiser without one of its numbers: `a (x=1, y=2)` without `a.x` is `a (y=2)`."""
+    label = re.sub(rf"(?<=[(\s]){re.escape(number.rpartition('.')[2])}=[^,()]*(?:, )?", "", label)
     return label.replace(", )", ")").replace(" ()", "")
-
-
-@theme.themed()
-def difference_map(
-    summary: Sequence[Row],
-    axes: tuple[str, str],
-    ax: Axes | None = None,
-    *,
-    metric: Metric = ACCURACY,
-    title: str | None = None,
-    of: str = "",
-) -> Axes:
-    """Paired differences of one initialiser from the reference over two parameters, as a map centred at zero.
-
-    Entries are percentage points for accuracies; those that differ from zero at an adjusted level of 0.05 are bold, and
-    the best of them is framed if it is an improvement. Combinations that were not run are grey. Rows are of one
-    initialiser at one length, `axes` the parameters along x and y; `of` is written below the map.
-    """
-    import seaborn
-
-    found: dict[tuple[str, str], Row] = {}
-    for row in summary:
-        if row.get("difference") is not None and set(axes) <= set(point_of(row)):
-            found[repr(point_of(row)[axes[0]]), repr(point_of(row)[axes[1]])] = row
-    if not found:
-        raise UsageError(f"difference map: expected rows with {' and '.join(axes)} and a difference, found none")
-    columns, rows = (_in_order([point_of(row)[axis] for row in found.values()]) for axis in axes)
-    at = {(i, j): found.get((repr(x), repr(y)), {}) for i, y in enumerate(rows) for j, x in enumerate(columns)}
-    grid = metric.factor * np.reshape([row.get("difference", np.nan) for row in at.values()], (len(rows), len(columns)))
-    height = max(0.36 * len(rows), 1.8)
-    canvas, ax = theme.canvas(ax, max(0.5 * len(columns), 2.0) + 1.9, height + 0.8)
-    colours, texts = theme.colours(limit := theme.colour_limit(grid[np.isfinite(grid)], 1.0)), {"size": 7}
-    seaborn.heatmap(grid, ax=ax, annot=True, fmt=f"+.{metric.decimals - 1}f", annot_kws=texts, cbar=False, **colours)
-    ax.set_facecolor(theme.GREY)  # of combinations that were not run
-    for text, row in zip(ax.texts, (row for row in at.values() if row), strict=True):
-        text.set(text=signed(metric.factor * row["difference"], metric.decimals - 1))
-        text.set_fontweight("bold" if _sure(row) else "normal")
-    shown = list(found.values())
-    whole = [row for row in shown if row.get("networks") in (None, row.get("pairs"))]  # else p may be of the others
-    better = [row for row in whole if _sure(row) and metric.better(row["difference"])]
-    best = max(better, key=lambda row: abs(row["difference"]), default=None)
-    for i, j in (place for place, row in at.items() if row is best):
-        ax.add_patch(Rectangle((j, i), 1, 1, fill=False, ec=theme.INK, lw=1.6, gid="largest"))
-    ax.set_xticks(np.arange(len(columns)) + 0.5, [value_text(value, axes[0]) for value in columns])
-    ax.set_yticks(np.arange(len(rows)) + 0.5, [value_text(value, axes[1]) for value in rows], rotation=0)
-    ax.tick_params(length=0)
-    ax.invert_yaxis()
-    ax.set(xlabel="\n".join(filter(None, (axes[0], of))), ylabel=axes[1])
-    what = f"{metric.label} minus that of {shown[0]['reference']}"
-    label = difference_label(metric, what, [row.get("pairs") for row in shown], shown)
-    theme.colour_bar(ax, ax.collections[0], limit, label, height=height, beyond=False)
-    return canvas.finish(title)
-
-
-def _sure(row: Row) -> bool:
-    return row.get("p_holm") is not None and row["p_holm"] < LEVEL
 
 
 def _in_order(values: Sequence[Any]) -> list[Any]:
@@ -438,13 +353,12 @@ def training_curves(
     ax: Axes | None = None,
     *,
     metric: Metric = ACCURACY,
-    chance: float | None = None,
     title: str | None = None,
 ) -> Axes:
     """The median over networks at each epoch, with the central 90 % shaded.
 
     `per_epoch` (N, E) has the values after each epoch; networks with values that are not finite are excluded and
-    counted. `chance` is the metric's chance level.
+    counted.
     """
     import seaborn
 
@@ -461,7 +375,7 @@ def training_curves(
     seaborn.lineplot(x=epochs, y=kept.ravel(), estimator="median", errorbar=band, ax=ax, label=text, **style)
     ax.grid(axis="y")
     ax.xaxis.set_major_locator(MaxNLocator(8, integer=True, min_n_ticks=1))
-    ax.set_xlabel("epoch" + chance_line(ax, [{"chance": chance}]))
+    ax.set_xlabel("epoch")
     ax.set_ylabel(metric.title.removeprefix("test "))
     value_axis(ax.yaxis, metric.factor)
     ax.margins(x=0.02)
@@ -502,55 +416,6 @@ def emergence_curves(
 
 
 # --- rows of points with intervals ------------------------------------------------------------------------------------
-
-
-@theme.themed()
-def heldout_scores(
-    table: Sequence[Row], ax: Axes | None = None, *, group: str | None = None, title: str | None = None
-) -> Axes:
-    """Held-out log-likelihood per network of each structure, relative to the best, with standard errors.
-
-    Differences are paired over the held-out networks, so their standard errors are those of the differences and not
-    of the scores. The exact numbers are printed at the right; where they span orders of magnitude the axis is
-    symmetric-logarithmic, as its label states. Structures that could not be fitted are listed with the reason.
-
-    `table` is `PopulationFit.table`: `structure`, `parameters`, `difference` (<= 0), `difference_se`, `failed` (None or
-    the reason) and `group`; the `group` drawn is by default the last one, the sum over several.
-    """
-    group = group or table[-1]["group"]
-    rows = [row for row in table if row["group"] == group]
-    if not rows:
-        named = ", ".join(dict.fromkeys(row["group"] for row in table))
-        raise UsageError(f"held-out scores: expected group to be one of {named}, found {group}")
-    fitted, failed = [row for row in rows if not row["failed"]], [row for row in rows if row["failed"]]
-    fitted.sort(key=lambda row: -row["difference"])
-    canvas, ax = theme.canvas(ax, 7.4, 1.0 + 0.26 * (len(rows) + 1))
-    texts = []
-    for y, row in enumerate(fitted):
-        value, error = row["difference"], row["difference_se"]
-        bar: dict[str, Any] = {"fmt": "o" if y else "D", "color": theme.MUTED if y else theme.PALETTE[0]}
-        theme.bar(ax, y, value, (value - error, value + error), ms=5.5, lw=1.4, **bar)
-        texts.append(f"{signed(value, decimals(4 * error))} ± {error:,.{decimals(4 * error)}f}" if value else "best")
-    sizes, scale = [abs(row["difference"]) for row in fitted if row["difference"]], ""
-    if sizes and max(sizes) > _FARTHEST * min(sizes):
-        linear = 10.0 ** np.floor(np.log10(min(sizes)))
-        ax.set_xscale("symlog", linthresh=linear, linscale=0.6)
-        ax.xaxis.set_minor_locator(NullLocator())
-        scale = f"; logarithmic beyond ±{linear:g}"
-    else:
-        ax.xaxis.set_major_locator(MaxNLocator(6))
-    ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: number(value)))
-    theme.reference(ax, 0)
-    reasons = [
-        wrap(f"{row['structure']} is not fitted: {row['failed']}".replace("`", ""), canvas.width) for row in failed
-    ]
-    ax.set_xlabel("\n".join([f"held-out log-likelihood per network, relative to the best (nats{scale})", *reasons]))
-    for y in range(len(fitted), len(rows)):
-        theme.outside(ax, 0, y, "not fitted", 4, color=theme.MUTED)
-    names, blank = [wrap(row["structure"], 2.1) for row in (*fitted, *failed)], [""] * len(failed)
-    parameters = [f"{row['parameters']:,}" for row in fitted] + blank
-    theme.list_axis(ax, range(len(names)), names, {"difference ± s.e.": texts + blank, "parameters": parameters})
-    return canvas.finish(title)
 
 
 @theme.themed()
