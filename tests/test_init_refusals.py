@@ -40,8 +40,11 @@ def equal_filters():
 class EvenBlock(nn.Module):
     def __init__(self):
         super().__init__()
-        self.conv_dw = nn.Conv2d(8, 8, 4, groups=8)
+        self.conv_dw = nn.Conv2d(8, 8, 4, groups=8, padding="same")
         self.fc1, self.fc2 = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x):
+        return x + self.fc2(nn.functional.gelu(self.fc1(self.conv_dw(x).movedim(1, -1)))).movedim(-1, 1)
 
 
 def cross_attention():

@@ -1,7 +1,6 @@
 """One layer of a good checkpoint cannot be read: no command passes in silence, and the others keep their numbers."""
 
 import json
-import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -64,12 +63,6 @@ def packed(state: dict[str, Tensor], name: str) -> None:
     del state[name]
 
 
-def without_block(state: dict[str, Tensor], name: str) -> None:
-    block = re.match(r".*?(blocks|layers)\.\d+\.", name)[0]
-    for other in [other for other in state if other.startswith(block)]:
-        del state[other]
-
-
 def becomes(change: Callable[[Tensor], Tensor]) -> Callable[[dict[str, Tensor], str], None]:
     def damage(state: dict[str, Tensor], name: str) -> None:
         state[name] = change(state[name])
@@ -90,7 +83,6 @@ WAYS: dict[str, Callable[[dict[str, Tensor], str], None]] = {
     "a column short": becomes(lambda value: value[:, :-1]),
     "empty": becomes(lambda value: value[:0]),
     "missing": lambda state, name: (state.pop(name), None)[1],
-    "absent with its block": without_block,
 }
 
 
@@ -115,8 +107,6 @@ def broken(rng: np.random.Generator, folder: Path) -> tuple[str, str, str, int, 
     family, kind = KINDS[rng.integers(len(KINDS))]
     build, config, kinds = FAMILIES[family]
     way, layer = list(WAYS)[rng.integers(len(WAYS))], int(rng.integers(DEPTH))
-    if WAYS[way] is without_block:  # that there was a first or a last one, nothing says
-        layer = 1 + layer % (DEPTH - 2)
     name = kinds[kind][rng.integers(len(kinds[kind]))].format(layer)
     torch.manual_seed(int(rng.integers(2**31)))
     state = dict(build().state_dict())

@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 
 from weightscope._util.checks import chosen, flag
 from weightscope._util.names import joined
-from weightscope.anatomy import attention_modules as _attention
 from weightscope.anatomy import convolution as _convolution
 from weightscope.anatomy import embedding as _embedding
 from weightscope.anatomy import mlp as _mlp
@@ -32,9 +31,8 @@ from weightscope.anatomy.tensors import (
     Parts,
     Unread,
     named_tensors,
-    unread_matrices,
 )
-from weightscope.anatomy.traced import find_mlps, read
+from weightscope.anatomy.traced import find_mlps
 from weightscope.errors import AnatomyError, UsageError
 
 __all__ = [
@@ -74,24 +72,12 @@ FINDERS: dict[str, Callable[[NamedTensors], Parts[Any]]] = {
     "state-space layers": _ssm.find,
 }
 """Kind of parts -> the function that finds them; see `parts_of`."""
-_OWNERS: dict[str, Callable[[str], str | None]] = {"attention modules": _attention.owner, "MLPs": _mlp.owner}
 
 
 def inventory(model: Model, config: Mapping[str, Any] | None = None) -> dict[str, int]:
     """The number of parts of each kind; 0 for a kind that cannot be read."""
     tensors = named_tensors(model, config)
     return {kind: len(finder(tensors)) for kind, finder in FINDERS.items()}
-
-
-def _unread(kind: str, tensors: NamedTensors, parts: Parts[Any]) -> tuple[Unread, ...]:
-    """What cannot be read: parts found by their place, and what resembles one by names and shapes alone."""
-    names = unread_matrices(tensors, parts, _OWNERS[kind]) if kind in _OWNERS else ()
-    if isinstance(tensors, ModuleTensors) and names:
-        ran = read(tensors)[1]  # which the forward pass tells about
-        names = tuple(name for name in names if name not in ran)
-    inside = tuple(f"{unread.path}." for unread in parts.unread if unread.path)
-    alike = (Unread(name, str(tensors.shape(name))) for name in names if not name.startswith(inside))
-    return (*parts.unread, *alike)
 
 
 def _refusal(kind: str, unread: Sequence[Unread], parts: int, caller: str) -> str:
@@ -120,9 +106,8 @@ def parts_of(
     """The parts of a kind, one of `FINDERS`, which may be none unless `some` are needed; `strict` as in `attention`."""
     tensors = named_tensors(model, config)
     parts = (finder or FINDERS[kind])(tensors)
-    parts.unread = left = _unread(kind, tensors, parts)
-    refused, prefix = strict is not None and flag("strict", strict), f"{caller}: " if caller else ""
-    if left and refused:
+    left, prefix = parts.unread, f"{caller}: " if caller else ""
+    if strict is not None and flag("strict", strict) and left:
         raise AnatomyError(f"{prefix}{_refusal(kind, left, len(parts), caller)}")
     if left and strict is not None:
         text = f"{len(left)} tensors look like {kind} and are left as they are: {joined(map(str, left), 3)}"

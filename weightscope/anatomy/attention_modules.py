@@ -39,18 +39,13 @@ _CROSS = re.compile(
 
 def find(tensors: NamedTensors) -> Parts[AttentionPart]:
     """All attention modules, in order; the cross-attention of a block is in the layer of its self-attention."""
-    return in_layers(candidates(tensors), tensors, same_block)
-
-
-def candidates(tensors: NamedTensors) -> list[Place]:
-    """What has the names of attention modules, read or not, in order."""
     reader = _Reader(tensors)
     schemes: dict[Scheme, Sequence[str]] = {
         (q, k, v): tuple(dict.fromkeys((q, k, v, *more))) for q, k, v, *more in names("projections")
     }
     found = reader.of_one_width(places(tensors, schemes, reader.part))
     reader.check_given()
-    return found + reader.nameless({one.path for one in found})
+    return in_layers(found + reader.nameless({one.path for one in found}), tensors, same_block, owner)
 
 
 class _Reader:

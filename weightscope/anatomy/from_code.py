@@ -15,7 +15,7 @@ from torch import nn
 from weightscope._util.names import unknown
 from weightscope._util.plugins import imported, is_reference
 from weightscope.anatomy import traced
-from weightscope.anatomy.attention_modules import find, same_block
+from weightscope.anatomy.attention_modules import find, owner, same_block
 from weightscope.anatomy.attention_part import AttentionPart, Gain
 from weightscope.anatomy.tensors import ModuleTensors, NamedTensors, Parts, Place, in_layers
 from weightscope.anatomy.traced_rows import shared
@@ -48,7 +48,7 @@ def find_attention(tensors: NamedTensors) -> Parts[AttentionPart]:
     parts = Parts[AttentionPart]()
     if "code" not in tensors.config:
         parts = find(tensors)
-        if not parts.unread:
+        if all(one.layer is None for one in parts.unread):  # only called like parts
             return parts
     try:
         coded = places_of_code(tensors)
@@ -62,14 +62,15 @@ def find_attention(tensors: NamedTensors) -> Parts[AttentionPart]:
     paths = {place.path for place in coded}
     places = [Place(part.name, part, "", part._weights["q"].name) for part in parts if part.name not in paths]
     for unread in parts.unread:
-        if not any(unread.name == path or f"{unread.name}.".startswith(f"{path}.") for path in paths):
+        inside = any(unread.name == path or f"{unread.name}.".startswith(f"{path}.") for path in paths)
+        if unread.layer is not None and not inside:
             places.append(Place(unread.path or unread.name, None, unread.why, unread.name, sure=True))
     order: dict[str, int] = {}  # of tensors and of the modules that they are in
     for i, name in enumerate(tensors.every):
         words = name.split(".")
         order |= {path: i for n in range(len(words), 0, -1) if (path := ".".join(words[:n])) not in order}
     places = sorted([*places, *coded], key=lambda place: order.get(place.name, order.get(place.path, len(order))))
-    return in_layers(places, tensors, same_block)
+    return in_layers(places, tensors, same_block, owner)
 
 
 def places_of_code(tensors: NamedTensors) -> list[Place]:

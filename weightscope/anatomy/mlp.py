@@ -78,7 +78,7 @@ def find(tensors: NamedTensors) -> Parts[MLPPart]:
         return MLPPart(0, path, kind, width, hidden, tensors, weights, biases)
 
     schemes = {Scheme(*row): tuple(f"{name}.weight" for name in dict.fromkeys(row)) for row in names("mlps")}
-    return in_layers(places(tensors, schemes, build), tensors)
+    return in_layers(places(tensors, schemes, build), tensors, owner=owner)
 
 
 def _slots(tensors: NamedTensors, prefix: str, scheme: Scheme) -> dict[str, Slot] | None:

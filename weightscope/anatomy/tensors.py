@@ -178,9 +178,6 @@ class ModuleTensors(NamedTensors):
         known = (value for value in (*map(self.config.get, keys), *values) if _is(value, kind))
         return next(known, None)
 
-    def of_width(self, path: str, keys: Iterable[str], width: int) -> tuple[int | None, Any]:
-        return self.hint(path, keys), None
-
     def own(self, path: str, key: str) -> Any | None:
         return getattr(self._modules.get(path), key, None)
 
@@ -538,13 +535,15 @@ def in_layers(
     found: Iterable[Place],
     tensors: NamedTensors,
     together: Callable[[Place, Place], bool] = lambda last, place: False,
+    owner: Callable[[str], str | None] | None = None,
 ) -> Parts[Any]:
-    """The parts, each with the number of its place; `together` says whether a place is in the layer of the last one."""
+    """The parts, each with the number of its place; `together` says whether a place is in the layer of the last one.
+
+    Matrices of a file that are only called like parts, see `resembling`, are unread.
+    """
     given = list(found)
     good = {template(place.path) for place in given if place.part is not None}
     kept = [p for p in given if p.part is not None or p.sure or template(p.path) in good]
-    if not isinstance(tensors, ModuleTensors):  # which has all of its blocks
-        kept = _with_absent(kept, tensors)
     out, unread, last, layer = Parts[Any](), [], None, -1
     for place in kept:
         layer += last is None or not together(last, place)
@@ -553,47 +552,22 @@ def in_layers(
             unread.append(Unread(place.name, place.why, layer, place.path))
         else:
             out.append(replace(place.part, layer=layer))
+    if owner is not None and not isinstance(tensors, ModuleTensors):
+        alike = {name for names in resembling(tensors, kept, owner).values() for name in names}
+        unread += [Unread(name, str(tensors.shape(name))) for name in tensors.names if name in alike]
     out.unread, out.layers = tuple(unread), layer + 1
     return out
 
 
-def _with_absent(places: Sequence[Place], tensors: NamedTensors) -> list[Place]:
-    """The places, and one for each absent block between two of one kind, where blocks are numbered one by one."""
-    last: dict[str, str] = {}  # template -> path
-    gaps: list[list[tuple[str, str]] | None] = []
-    for place in places:
-        kind = template(place.path)
-        gaps.append(_gap(last[kind], place.path) if kind in last else None)
-        last[kind] = place.path
-    one_by_one = {template(place.path) for place, gap in zip(places, gaps, strict=True) if gap == []}
-    there = {name[:i] for name in tensors.every for i, c in enumerate(name) if c == "."}
-    out, absent = list[Place](), set[str]()
-    for place, gap in zip(places, gaps, strict=True):
-        for block, path in gap or () if template(place.path) in one_by_one else ():
-            if block not in absent and block not in there:
-                absent.add(block)
-                out.append(Place(path, None, "is absent", path, sure=True))
-        out.append(place)
-    return out
+def resembling(
+    tensors: NamedTensors, found: Iterable[Place], owner: Callable[[str], str | None]
+) -> dict[str, list[str]]:
+    """Path of each module that is called like a part, and that no place is in or around -> its two or more matrices.
 
-
-def _gap(one: str, other: str) -> list[tuple[str, str]] | None:
-    """(block, path) of the numbers between two paths that differ in one number; None otherwise."""
-    a, b = one.split("."), other.split(".")
-    apart = [i for i, pair in enumerate(zip(a, b, strict=True)) if pair[0] != pair[1]]
-    if len(apart) != 1 or not (a[apart[0]].isdecimal() and b[apart[0]].isdecimal()):
-        return None
-    i = apart[0]
-    blocks = (".".join([*a[:i], str(n)]) for n in range(int(a[i]) + 1, int(b[i])))
-    return [(block, ".".join([block, *a[i + 1 :]])) for block in blocks]
-
-
-def unread_matrices(tensors: NamedTensors, parts: Sequence[Any], owner: Callable[[str], str | None]) -> tuple[str, ...]:
-    """The matrices of modules that have at least two of them and contain no part; in the order of the model.
-
-    `owner` maps a tensor to the path of the module that looks like a part, or None.
+    `owner` maps a tensor to the path of such a module, or None.
     """
-    done = {tensors.identity(slot.name) for part in parts for slot in part._weights.values()}
+    found = list(found)
+    done = {tensors.identity(slot.name) for place in found if place.part for slot in place.part._weights.values()}
     modules: dict[str, list[str]] = {}
     for name in (name for name in tensors.names if tensors.identity(name) not in done):
         shape = tensors.shape(name)
@@ -601,13 +575,13 @@ def unread_matrices(tensors: NamedTensors, parts: Sequence[Any], owner: Callable
         matrix = len(shape) >= 2 and min(shape[:2]) > 1 and all(n == 1 for n in shape[2:])  # or a 1 x 1 convolution
         if (stack or matrix) and (module := owner(name)) is not None:
             modules.setdefault(module, []).append(name)
-    found: set[str] = set()
-    for module, names in modules.items():
-        pairs = (pair for part in parts for pair in ((module, part.name), (part.name, module)))
-        nested = any(outer == "" or f"{inner}.".startswith(f"{outer}.") for inner, outer in pairs)
-        if (len(names) > 1 or "qkv" in names[0].split(".")) and not nested:
-            found.update(names)
-    return tuple(name for name in tensors.names if name in found)
+
+    def nested(module: str) -> bool:
+        pairs = (pair for place in found for pair in ((module, place.path), (place.path, module)))
+        return any(outer == "" or f"{inner}.".startswith(f"{outer}.") for inner, outer in pairs)
+
+    several = {m: names for m, names in modules.items() if len(names) > 1 or "qkv" in names[0].split(".")}
+    return {module: names for module, names in several.items() if not nested(module)}
 
 
 def deepest(name: str, pattern: re.Pattern[str]) -> str | None:

@@ -1,7 +1,7 @@
-"""The parts of a module as its forward pass shows them; those of containers, which have none, by their names."""
+"""The parts of a module as its forward pass shows them, and what is only called like one."""
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -14,15 +14,13 @@ from weightscope.anatomy.attention_trace import attentions
 from weightscope.anatomy.mlp import MLPPart
 from weightscope.anatomy.mlp_trace import mlps
 from weightscope.anatomy.running import traces
-from weightscope.anatomy.tensors import ModuleTensors, NamedTensors, Parts, Place, in_layers
-from weightscope.anatomy.traced_rows import shared
+from weightscope.anatomy.tensors import ModuleTensors, NamedTensors, Parts, Place, in_layers, resembling
 from weightscope.anatomy.tracing import Tracer
 from weightscope.errors import AnatomyError
 
 Reading = tuple[dict[str, list[Place]], set[str], dict[str, str]]
 _KINDS: dict[str, Callable[[ModuleTensors, Tracer, str], Iterator[Place]]] = {"attention": attentions, "mlp": mlps}
 _READ: dict[Any, Reading] = {}  # structure of a module -> what was read of it
-_FOUND: dict[Any, list[Place]] = {}  # kind, structure and config -> the places of the kind
 
 
 def read(tensors: ModuleTensors) -> Reading:
@@ -77,7 +75,7 @@ def _identity(place: Place) -> Any:
 def find_attention(tensors: ModuleTensors) -> Parts[AttentionPart]:
     """All attention modules, in order."""
     shows = "no softmax of queries and keys applied to values"
-    found = _found(tensors, "attention", lambda: attention_modules.candidates(tensors), shows)
+    found = _places(tensors, "attention", attention_modules.owner, shows)
     stated = next((n for key in known_names("heads") if isinstance(n := tensors.config.get(key), int)), None)
     if wrong := [place.part for place in found if place.part and stated not in (None, place.part.heads)]:
         raise AnatomyError(f"`{wrong[0].name}`: config= says {stated} heads, its forward pass has {wrong[0].heads}")
@@ -89,48 +87,24 @@ def find_mlps(tensors: NamedTensors) -> Parts[MLPPart]:
     if not isinstance(tensors, ModuleTensors):
         return mlp.find(tensors)
     shows = "no function of each unit between two linear maps, of which the second returns to the stream"
-    found = _found(tensors, "mlp", lambda: [Place(part.name, part) for part in mlp.find(tensors)], shows)
-    return in_layers(found, tensors)
+    return in_layers(_places(tensors, "mlp", mlp.owner, shows), tensors)
 
 
-def _found(tensors: ModuleTensors, kind: str, named: Callable[[], list[Place]], shows: str) -> list[Place]:
-    """The places of a kind in the model's order, and what has known names and is no such part, or never ran.
-
-    They hold for others of the same structure, as in `read`.
-    """
-    key = kind, tensors.structure, repr(tensors.config)
-    if key not in _FOUND:
-        if len(_FOUND) > 100:
-            _FOUND.clear()
-        _FOUND[key] = [_with(place, None) for place in _ordered(tensors, kind, named(), shows)]
-    return [_with(place, tensors) for place in _FOUND[key]]
-
-
-def _ordered(tensors: ModuleTensors, kind: str, named: Iterable[Place], shows: str) -> list[Place]:
+def _places(tensors: ModuleTensors, kind: str, owner: Callable[[str], str | None], shows: str) -> list[Place]:
+    """The places of a kind in the model's order, and the modules that are called like it and are no such part."""
     found, used, failed = read(tensors)
-    every = found[kind]
-    places = [place for place in every if place.part or place.why]
-    seen = {slot.name for place in places if place.part for slot in place.part._weights.values()}
-    for known in named:
-        part = known.part
-        own = {slot.name for slot in part._weights.values()} if part else set()
-        own = own or {f"{known.path}.{name}".lstrip(".") for name in tensors.under(known.path)}
-        name = next(iter(part._weights.values())).name if part else known.name
-        if not own & used and (path := _with_code(tensors, own)) is None:
-            places.append(replace(known, name=name))
-        elif not own & used:
-            said = f": {failed[path]}" if path in failed else ""
-            why = f"(`{path}` could not be run on random inputs{said}; give the model an attribute example_input_array)"
-            places.append(Place(known.path, None, why, name, sure=True))
-        elif not own & seen and not any(place.path == known.path for place in every):
-            places.append(Place(known.path, None, f"(its forward pass shows {shows})", name, sure=True))
+    places = [place for place in found[kind] if place.part or place.why]
+    for path, names in resembling(tensors, found[kind], owner).items():
+        why = f"(its forward pass shows {shows})"
+        if not used.intersection(names):
+            words = path.split(".")
+            coded = next((p for n in range(len(words), -1, -1) if _has_code(tensors, p := ".".join(words[:n]))), path)
+            said = f" on random inputs: {failed[coded]}" if coded in failed else " on random inputs"
+            why = f"(`{coded}` could not be run{said}; give the model an attribute example_input_array)"
+        places.append(Place(path, None, why, names[0], sure=True))
     order = {name: i for i, name in enumerate(tensors.every)}
     return sorted(places, key=lambda place: order.get(place.name, len(order)))
 
 
-def _with_code(tensors: ModuleTensors, names: Iterable[str]) -> str | None:
-    """The path of the smallest module with a forward pass that has all these parameters."""
-    words = shared(name.split(".")[:-1] for name in names)
-    paths = [".".join(words[:end]) for end in range(len(words), -1, -1)]
-    coded = (p for p in paths if type(tensors.module.get_submodule(p)).forward is not nn.Module.forward)
-    return next(coded, None)
+def _has_code(tensors: ModuleTensors, path: str) -> bool:
+    return type(tensors.module.get_submodule(path)).forward is not nn.Module.forward
