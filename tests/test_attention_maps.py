@@ -474,6 +474,9 @@ def test_pictures_are_normalised_as_the_folder_says(folder, tmp_path):
     torch.testing.assert_close(images_for(folder / "hf", str(tmp_path)), wanted)
     torch.testing.assert_close(images_for(folder / "hf", str(tmp_path / "a.png")), wanted[:1])
     assert images_for(folder / "hf", str(tmp_path), size=16).shape == (2, 1, 16, 16)
+    (tmp_path / "config.json").write_text('{"image_size": 8, "num_channels": 1}')
+    with pytest.raises(UsageError, match=r"expected image_mean and image_std of 1 channels .*, found 3"):
+        images_for(tmp_path, "digits")
 
 
 def test_mean_maps_of_models_in_one_picture(folder, tmp_path):

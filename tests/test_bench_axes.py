@@ -17,7 +17,7 @@ from scipy.stats import ttest_rel
 from weightscope import plots, training
 from weightscope.benchmarking import BenchResult, bench, plan_arms, plan_bench, summarise
 from weightscope.benchmarking.design import combinations_of, point_text
-from weightscope.benchmarking.run import Design
+from weightscope.benchmarking.run import Design, _supported
 from weightscope.cli import cli
 from weightscope.cli.options import varied
 from weightscope.errors import RecipeError, Resumable, UsageError
@@ -273,7 +273,7 @@ def test_pictures_of_a_sweep(swept: BenchResult, tmp_path: Path) -> None:
     names = list(swept.figures())
     axes = ["network.kernel_size", "mimetic_attention.alpha_qk", "mimetic_attention.beta_qk"]
     assert names[:3] == [f"along-{axis}" for axis in axes]
-    assert len(names) == 3
+    assert sum(name.startswith("map-") for name in names) == 2 + 3 + 2
     main = swept.plot(tmp_path / "main.png").axes[0].get_xlabel()
     assert (tmp_path / "main.png").read_bytes()[:4] == b"\x89PNG"
     assert main == swept.figures()[names[0]]().axes[0].get_xlabel()
@@ -305,17 +305,42 @@ def test_ticks_are_where_their_labels_say() -> None:
         assert labels == pytest.approx(list(100 * ax.get_yticks()), abs=1e-9)
 
 
+def test_a_map_is_centred_at_zero(swept: BenchResult) -> None:
+    axes = ("mimetic_attention.alpha_qk", "mimetic_attention.beta_qk")
+    mine = [row for row in swept.arms if row["cell"] == {"network.kernel_size": 7}]
+    ax = plots.difference_map(mine, axes)
+    image = ax.collections[0]
+    assert image.norm.vmin == -image.norm.vmax
+    found = {
+        (row["numbers"][axes[0]], row["numbers"][axes[1]]): 100 * row["difference"] for row in mine if row["numbers"]
+    }
+    expected = [[found[a, b] for a in (0.0, 0.5, 1.0)] for b in (0, 1)]
+    np.testing.assert_allclose(np.asarray(image.get_array()), expected)
+    with pytest.raises(UsageError, match="expected rows with"):
+        plots.difference_map(mine, ("network.depth", axes[1]))
+
+
+def test_the_best_of_a_map_has_lost_no_network() -> None:
+    """Of the arm that lost some, p is against it: its networks that are left are better."""
+    row = {"init": "a", "difference": 0.01, "p_holm": 0.01, "reference": "default", "numbers": {}, "epochs": 1, "n": 4}
+    lost = row | {"difference": 0.05, "pairs": 4, "networks": 8, "diverged": 4, "cell": {"x.a": 1, "x.b": 1}}
+    ax = plots.difference_map([lost, row | {"pairs": 8, "networks": 8, "cell": {"x.a": 2, "x.b": 1}}], ("x.a", "x.b"))
+    (frame,) = [patch for patch in ax.patches if patch.get_gid() == "largest"]
+    assert frame.get_x() == 1
+
+
 def test_no_value_is_all_images_or_none() -> None:
-    """Only images are all there without a number; a learned sum is absent. Along axes and in texts."""
+    """Only images are all there without a number; a learned sum is absent. In maps, along axes and in texts."""
     assert point_text({"data.train": None, "network.learned_sum": None}) == "train=all, learned_sum=none"
     rows = [
         {"init": "a", "cell": {"network.layer_scale": scale, "data.train": size}, "difference": 0.01, "p_holm": 1.0}
-        | {"reference": "default", "pairs": 4, "numbers": {}, "epochs": 1, "n": 4, "mean": 0.5, "diverged": 0}
+        | {"reference": "default", "pairs": 4, "numbers": {}, "epochs": 1, "n": 2, "mean": 0.5}
         for scale in (None, 0.1)
         for size in (None, 100)
     ]
-    for axis, ticks in (("network.layer_scale", ["0.1", "none"]), ("data.train", ["100", "all"])):
-        assert [label.get_text() for label in plots.metric_along(rows, axis).get_xticklabels()] == ticks
+    ax = plots.difference_map(rows, ("network.layer_scale", "data.train"))
+    assert [label.get_text() for label in ax.get_xticklabels()] == ["0.1", "none"]
+    assert [label.get_text() for label in ax.get_yticklabels()] == ["100", "all"]
 
 
 def test_tables_are_like_those_of_the_papers(swept: BenchResult) -> None:
@@ -393,6 +418,11 @@ def test_throughput_is_measured_at_evaluations_and_kept_on_resuming(tmp_path: Pa
     assert again.arms == result.arms
     stored = BenchResult.load(tmp_path / "b")
     assert [row["images_per_second"] for row in stored.arms] == [tests] * 2
+
+
+def test_throughput_has_the_digits_that_tiles_have_in_common() -> None:
+    found = [_supported(values) for values in ([1234.0], [1211.0, 1234.0, 1240.0], [90.0, 118.0, 340.0], [7.0, 7.0])]
+    assert found == [1200, 1230, 100, 7]
 
 
 def test_throughput_needs_two_evaluations_of_images(tmp_path: Path) -> None:

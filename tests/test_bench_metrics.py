@@ -298,7 +298,7 @@ def test_bars_stay_above_the_bound() -> None:
     assert below < 0, "the paired interval itself is not"
 
 
-def test_lines_of_a_grid_say_the_lowest() -> None:
+def test_maps_and_lines_of_a_grid_frame_the_lowest() -> None:
     axes = ("mimetic_attention.alpha_qk", "mimetic_attention.beta_qk")
     arms = [runs_of("default", BASE)]
     for i, (a, b) in enumerate([(0.0, 0.0), (0.0, 1.0), (1.0, 0.0), (1.0, 1.0)]):
@@ -310,8 +310,13 @@ def test_lines_of_a_grid_say_the_lowest() -> None:
     assert list(figures)[:2] == [f"along-{axis}" for axis in axes]
     label = figures[f"along-{axes[0]}"](None).axes[0].get_ylabel()
     assert label == "test cross entropy (bits per token) after 2 epochs; lower is better"
+    name = next(name for name in figures if name.startswith("map-"))
+    ax = figures[name](None).axes[0]
+    frame = next(patch for patch in ax.patches if patch.get_gid() == "largest")
+    assert frame.get_xy() == (0, 1), "alpha 0, beta 1"  # type: ignore[attr-defined]
     amount = f"{0.06 - NOISE[1].mean():.3f}"
-    assert f"{amount} bits per token better than default" in words(figures[f"along-{axes[0]}"](None))
+    assert f"−{amount}" in texts_of(ax)
+    assert f"{amount} bits per token better than default" in words(ax.figure)
 
 
 def test_how_far_networks_generalise_is_one_number() -> None:

@@ -253,6 +253,7 @@ def test_bad_computed_coordinates():
     source = WeightArray(rows_of(CONVNEXT), CONVNEXT)
     for computed, error, message in (
         (["centre-pixl"], UsageError, "no computed coordinate 'centre-pixl'; did you mean 'centre-pixel'"),
+        (["abs:abs:centre-pixel"], UsageError, "computed abs:abs:centre-pixel: expected abs: once"),
         (["qk-diagonal"], UsageError, "computed qk-diagonal: expected two matrices between channels and units"),
         ({"x": lambda t: t[f"{BLOCKS[0]}.norm.weight"][0]}, UsageError, r"computed x: expected numbers \(1, ...\)"),
         (
@@ -292,6 +293,21 @@ def test_cells_of_a_whole_network_are_correlations_of_channels_and_white_within_
     assert abs(coloured - CHANCE * cells) < 3.3 * np.sqrt(CHANCE * cells)
     with pytest.raises(DataError, match="the error of a correlation, found 2; draw single entries"):
         covariance_across(WeightArray(rows[:2], CONVNEXT), "*").plot(means=True)
+
+
+def test_correlations_of_computed_coordinates_are_white_within_chance():
+    """One in 1,000 cells of independent entries is coloured (false-alarm rate 1e-3, fixed seeds); planted ones are."""
+    coloured = cells = 0
+    for seed in range(13):
+        rows = rows_of(CONVNEXT, 48, seed)
+        found = covariance_across(WeightArray(rows, CONVNEXT), computed=["centre-pixel", "mlp-diagonal"])
+        drawn = np.asarray(found.plot().axes[0].images[0].get_array())
+        coloured, cells = coloured + np.count_nonzero(drawn) // 2, cells + len(drawn) * (len(drawn) - 1) // 2
+    assert coloured < CHANCE * cells + 3.3 * np.sqrt(CHANCE * cells)
+    pixels, diagonal = by_loops(rows, BLOCKS[0])
+    pixels += diagonal
+    found = covariance_across(WeightArray(rows, CONVNEXT), computed=["centre-pixel", "mlp-diagonal"])
+    assert np.count_nonzero(found.plot().axes[0].images[0].get_array()) >= 2 * C
 
 
 @pytest.mark.parametrize("spread", [0.0, 0.7])

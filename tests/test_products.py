@@ -205,7 +205,6 @@ BAD_OPTIONS = [
     (lambda: products(), "at least one model"),
     (lambda: products(vit(), labels=["a", "b"]), "labels: expected a list of 1"),
     (lambda: products(vit(), layers=[0, 7]), r"layers: expected some of \[0, 1\], found 7"),
-    (lambda: products(vit()).plot(view="pie"), "view: expected"),
     (lambda: products(vit(), clip=None).plot(), "clip=64"),
 ]
 
@@ -233,9 +232,8 @@ def test_nan_weights_are_reported_per_tensor_and_the_figure_is_still_drawn(tmp_p
     assert "warning:" in found.text()
     assert "`blocks.0.attn.qkv.weight` contains 5 NaN" in found.text()
     json.dumps(found.to_dict(), allow_nan=False)
-    for view in ("grid", "depth"):
-        found.plot(tmp_path / f"{view}.png", view)
-        assert (tmp_path / f"{view}.png").stat().st_size > 10_000
+    found.plot(tmp_path / "grid.png")
+    assert (tmp_path / "grid.png").stat().st_size > 10_000
 
 
 def test_rows_are_flat_json_with_the_stated_names():
@@ -252,7 +250,7 @@ def test_rows_are_flat_json_with_the_stated_names():
 
 
 @pytest.mark.slow
-def test_several_models_in_one_table_and_figure(tmp_path):
+def test_several_models_in_one_table_and_figure():
     found = products(vit(depth=3), vit(seed=1), mimetic_attention_(vit(seed=2)))
     assert [info.label for info in found.sources] == ["ViT", "ViT (2)", "ViT (3)"]
     assert "mean over" in found.text()
@@ -264,15 +262,13 @@ def test_several_models_in_one_table_and_figure(tmp_path):
         lines[0][1].get_ydata(),
         [np.mean([r["beta"] for r in found.select("qk", "ViT (2)") if r["layer"] == layer]) for layer in (0, 1)],
     )
-    found.plot(tmp_path / "grid.png", "grid")
-    assert (tmp_path / "grid.png").stat().st_size > 10_000
 
 
 def test_the_grid_holds_the_products():
     model = vit()
     found = products(model, labels=["m"])
     q, k = (attention(model)[1].read(p).double() for p in "qk")
-    figure = found.plot(view="grid")
+    figure = found.plot()
     images = [ax.images[0].get_array() for ax in figure.axes if ax.images]
     np.testing.assert_allclose(images[2 * 1 + 1], q[1] @ k[1].T, atol=1e-6)  # head 1 of layer 1
     assert len(images) == 2 * 4  # three heads and the layer's VO, two layers
@@ -349,9 +345,9 @@ def test_z_of_state_space_layers_tells_mimetic_from_default(tmp_path):
     assert found.finding("mimetic") == "CB diagonal positive in 3 of 3 groups of state-space layers (3 with z > 4)"
     assert "mimetic: 3 state-space layers, d = 64" in found.text()
     assert found.to_dict()["counts"]["mimetic"]["cb_groups"]["positive"] == 3
-    for view in ("grid", "depth"):
-        found.plot(tmp_path / f"{view}.png", view)
-        assert (tmp_path / f"{view}.png").stat().st_size > 1000
+    for name, one in (("grid", products(mimetic)), ("depth", found)):
+        one.plot(tmp_path / f"{name}.png")
+        assert (tmp_path / f"{name}.png").stat().st_size > 1000
 
 
 def test_products_of_a_hybrid_and_of_a_file(tmp_path):

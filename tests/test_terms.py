@@ -11,7 +11,7 @@ from weightscope import init as wi
 from weightscope.anatomy.permutation_groups import permutation_spec
 from weightscope.errors import AnatomyError, DataError, SpecError, UsageError
 from weightscope.fits.terms import explain, structure_of
-from weightscope.networks import ViT
+from weightscope.networks import ConvNeXt, ViT
 from weightscope.spec import WeightSpec
 from weightscope.statistics.samples import WeightArray
 
@@ -41,6 +41,13 @@ def population(scales, terms, networks=256, depth=DEPTH, seed=0):
         for view in (v for v in drawn.permutations.views if v.tensor == name):
             view.write(spec.unpack(rest)[name], view.of(values).astype(np.float32))
     return WeightArray(rest, spec)
+
+
+def test_blocks_that_no_pattern_names_are_told():
+    network = ConvNeXt((8, 16), (1, 1), 3, 2, 10)
+    scales = {"stages.0.blocks.*.mlp.fc1.weight": ([0.0], [1.0])}
+    with pytest.warns(UserWarning, match=r"from_terms_: no pattern names `stages\.1\.blocks`: these blocks keep"):
+        wi.from_terms_(network, scales=scales, terms=[])
 
 
 @pytest.fixture(scope="module")

@@ -129,7 +129,8 @@ class PopulationCovariance(Result):
         Means of channels show stripes that the noise of single entries hides. They are drawn with `means`, and without
         `cells` where stripe ratios were computed or the matrix has more than 600 coordinates; else single entries,
         averaged over at most so many `cells` along a side (600). Several tensors are drawn as correlations unless
-        `kind` says otherwise, since their variances differ. The file (.png, .pdf, .svg) is written if there is a path.
+        `kind` says otherwise, since their variances differ; of means and computed coordinates, correlations within
+        chance are white. The file (.png, .pdf, .svg) is written if there is a path.
         DataError for means over fewer than 3 networks, of which the error is not known.
         """
         from weightscope import plots
@@ -137,7 +138,8 @@ class PopulationCovariance(Result):
         means = means or (cells is None and (bool(self.stripes) or self.spec.size > plots.covariance.CELLS))
         kind = kind or ("correlation" if len(self.spec) > 1 else self.kind)
         title = f"{kind.capitalize()}{' of group means' if means else ''} over {self.networks()}"
-        within = plots.covariance.chance(self.n) if means and kind == "correlation" else None
+        limited = kind == "correlation" and (means or (self.computed and self.n > 2))
+        within = plots.covariance.chance(self.n) if limited else None
         groups, cells = self.groups() if means else None, cells or plots.covariance.CELLS
         axes = plots.covariance_map(
             self.matrix, self.blocks, kind=kind, title=title, groups=groups, cells=cells, within=within

@@ -10,13 +10,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from weightscope._util.checks import choice
 from weightscope._util.in_order import in_order
 from weightscope._util.names import joined, label_of, labels_of
 from weightscope._util.results import Result, finite_or_none, row_table
@@ -42,7 +41,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Part = Literal["qk", "vo", "cb"]
-View = Literal["auto", "grid", "depth"]
 Row = dict[str, Any]
 _SURE = 4.0  # |z|: a false alarm in 16,000 products
 
@@ -188,28 +186,20 @@ class ProductsResult(Result):
         about = {"sources": [asdict(info) for info in self.sources], "options": self.options, "failed": self.failed}
         return {"rows": self.records, "counts": counts} | about
 
-    def plot(
-        self,
-        path: str | Path | None = None,
-        view: View = "auto",
-        *,
-        title: str | None = None,
-    ) -> "Figure":
+    def plot(self, path: str | Path | None = None, *, title: str | None = None) -> "Figure":
         """Draw the products; the file (.png, .pdf, .svg) is written if there is a path.
 
-        Views are `"grid"`, corners of the products of at most 8 heads of each model above those of W_V W_O of whole
-        layers, layers across (thesis Fig. 3.17 and 3.23); `"depth"`, alpha and beta against depth, models compared;
-        `"auto"`, the grid for one model, else depth.
+        Of one model, the corners of the products of at most 8 heads above those of W_V W_O of whole layers, layers
+        across (thesis Fig. 3.17 and 3.23); of several, alpha and beta against depth.
         """
         from weightscope import plots
 
-        choice("view", view, get_args(View))
         labels = [info.label for info in self.sources]
         title = title or f"{labels[0] if len(labels) == 1 else f'{len(labels)} models'}: {self.finding()}"
-        if view == "depth" or (view == "auto" and len(labels) > 1):
+        if len(labels) > 1:
             figure = plots.products_by_depth(self.records, title=title)
         elif not self.corners:
-            raise UsageError("no corners were kept: compute the products with clip=64, or draw view='depth'")
+            raise UsageError("no corners were kept: compute the products with clip=64")
         else:
             widths = sorted({row["width"] for row in self.records})
             figure = plots.product_grid(self.corners, widths=widths, title=title)

@@ -36,7 +36,9 @@ def coordinates_of(
 def function_named(name: str) -> Function:
     """A function of NAMED or `module:function`; of `abs:` and such a name, the absolute values of its numbers."""
     if name.startswith(_MAGNITUDE):
-        return partial(_magnitude, function_named(name.removeprefix(_MAGNITUDE)), name)
+        if (inner := name.removeprefix(_MAGNITUDE)).startswith(_MAGNITUDE):
+            raise UsageError(f"computed {name}: expected {_MAGNITUDE} once")
+        return partial(_magnitude, function_named(inner), name)
     if name not in NAMED and ":" not in name:
         raise UsageError(unknown("computed coordinate", name, NAMED, "module:function, or abs: and a name"))
     return NAMED[name] if name in NAMED else imported(name)

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from scipy.sparse.linalg import LinearOperator, eigsh
+from scipy.sparse.linalg import svds
 from torch import Tensor
 
 from weightscope._util.names import joined, label_of
@@ -23,7 +23,6 @@ from weightscope.statistics.stripes import stripe_terms
 Row = dict[str, Any]
 STATISTICS = ("beta", "alpha", "z", "column_ratio", "row_ratio", "relative_spread")
 _OF = {"qk": "q", "vo": "o", "cb": "C"}  # product -> the factor on whose tensor's row it stands
-_GRAM = 1024  # rows up to which W W^T is formed
 
 
 class Structure:
@@ -134,19 +133,12 @@ def _mean(values: Sequence[float | None]) -> float | None:
 def spectral_norm(matrix: Tensor) -> float:
     """The largest singular value of a matrix (m, n), to about 1e-6 of it, by Lanczos' method (ARPACK) in float32."""
     w = matrix.float().cpu().numpy()
-    w = w if len(w) <= w.shape[1] else w.T  # (s, l), s <= l
-    scale = float(np.abs(w).max(initial=0))
-    if scale == 0 or len(w) < 3:
+    scale, least = float(np.abs(w).max(initial=0)), min(w.shape)
+    if scale == 0 or least < 3:
         return float(np.linalg.norm(w, 2)) if scale else 0.0
-    w = w / scale
-    gram = w @ w.T if len(w) <= _GRAM else None
-    with threads_for("product", len(w)):
-        times = LinearOperator(
-            (len(w), len(w)), matvec=lambda x: w @ (x.ravel() @ w) if gram is None else gram @ x, dtype=w.dtype
-        )
-        start = np.random.default_rng(0).standard_normal(len(w)).astype(w.dtype)
-        value = eigsh(times, k=1, which="LA", tol=1e-6, v0=start, return_eigenvectors=False)[0]
-    return scale * math.sqrt(value)
+    start = np.random.default_rng(0).standard_normal(least).astype(w.dtype)
+    with threads_for("product", least):
+        return scale * float(svds(w / scale, k=1, tol=1e-6, v0=start, return_singular_vectors=False)[0])
 
 
 @dataclass(frozen=True, repr=False)

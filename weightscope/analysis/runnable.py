@@ -140,10 +140,17 @@ def images_for(
     config, known = (_stated(Path(source) / name) for name in ("config.json", "preprocessor_config.json"))
     side, channels = size or config.get("image_size"), config.get("num_channels", 3)
     mean, std = (torch.tensor(known.get(key, value)) for key, value in (("image_mean", MEAN), ("image_std", STD)))
+    if images is not None and len(mean) != channels:
+        raise UsageError(
+            f"{source}: expected image_mean and image_std of {channels} channels in preprocessor_config.json, found "
+            f"{len(mean)}"
+        )
     if images is not None and not Path(images).exists():
         if Path(images).name != images:
             raise DataError(f"{images}: no such file or folder of pictures")
         pixels = load(images, root, train=1, test=count).test_images.float() / 255
+        if pixels.shape[1] not in (1, channels):
+            raise UsageError(f"{images}: expected images of {channels} channels, found {pixels.shape[1]}")
         scaled = F.interpolate(pixels, size=side or pixels.shape[-1], mode="bicubic", antialias=True)
         return normalise(scaled.clamp(0, 1), mean, std)
     if not isinstance(side, int):

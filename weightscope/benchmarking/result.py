@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import combinations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -51,7 +52,8 @@ class BenchResult(Result):
     intervals, and differences from the first initialiser in the cell at the same length. `parameters` are those of a
     network. Where `bench(throughput=True)` measured it, `images_per_second` is the number of test images times T
     networks of a tile, over the seconds of their forward passes and losses at an evaluation: on a CPU processor seconds
-    of one thread. It is the median of the evaluations without the first, and of the tiles; `measured_on` the machine.
+    of one thread. It is the median of the evaluations without the first, and of the tiles, with the digits that these
+    have in common; `measured_on` the machine.
     """
 
     runs: list[dict[str, Any]]
@@ -245,8 +247,9 @@ class BenchResult(Result):
         """The pictures that these results have, by name, each a function of the file to write (or None).
 
         `convergence` (one cell), `differences` (paired), `scale` and `correlations` (with controls), `along-AXIS` for
-        each axis, `along-parameters` where they differ in number (thesis Fig. 2.1), `accuracy-by-length` where the task
-        evaluates sequences of several lengths. By default each title says the finding.
+        each axis, `along-parameters` where they differ in number (thesis Fig. 2.1), `map-X-Y` for each pair of axes,
+        `accuracy-by-length` where the task evaluates sequences of several lengths. By default each title says the
+        finding.
         """
         from weightscope import plots  # imports matplotlib
 
@@ -375,6 +378,7 @@ def _entry(row: Mapping[str, Any] | None, best: tuple[int, float] | None, metric
 Rows = Sequence[dict[str, Any]]
 Picture = tuple[Callable[..., Any], str | None]
 """A function of a title that draws and returns the axes, and the title that says the finding."""
+_LARGEST_MAPS = 6
 
 
 def _pictures(runs: Rows, arms: Rows, metric: Metric, metrics: Sequence[Metric]) -> dict[str, Picture]:
@@ -404,6 +408,12 @@ def _pictures(runs: Rows, arms: Rows, metric: Metric, metrics: Sequence[Metric])
         said = finding(by_length[max(by_length)])
         said = said and f"At {max(by_length)}x the length: {said}"
         out["accuracy-by-length"] = partial(plots.accuracy_by_length, drawn), said
+    references = [row for row in all_arms if row["p_holm"] is None]
+    for pair in combinations(axes, 2):
+        for name, rows in list(_maps(arms, *pair).items())[:_LARGEST_MAPS]:
+            said = finding([*rows, *references], metric)
+            draw = partial(plots.difference_map, rows, pair, metric=metric, of=name)
+            out[f"map-{pair[0]}-{pair[1]}-{name}"] = draw, said
     return out
 
 
@@ -425,6 +435,19 @@ def _by_parameters(arms: Rows) -> list[dict[str, Any]]:
     if None in numbers or not 1 < len(numbers) == len(cells):
         return []
     return [row | {"cell": {"parameters": row["parameters"]}} for row in arms]
+
+
+def _maps(arms: Rows, x: str, y: str) -> dict[str, list[dict[str, Any]]]:
+    """Name of an initialiser -> its rows, where they fill a map of x and y and nothing else varies."""
+    from weightscope.plots import label_without
+
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for row in arms:
+        rest = {key: value for key, value in row.get("cell", {}).items() if key not in (x, y)}
+        if row["difference"] is not None and {x, y} <= set(point_of(row)):
+            parts = [label_without(row["init"], x, y), point_text(rest), epochs_text(row["epochs"])]
+            groups.setdefault(", ".join(filter(None, parts)), []).append(row)
+    return groups
 
 
 def _by_length(runs: Rows, metrics: Sequence[Metric]) -> dict[int, Rows]:

@@ -6,6 +6,7 @@ sees the same batches in the same order with the same augmentation, and differs 
 """
 
 import json
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -384,7 +385,7 @@ class Design:
         for row in arms:
             row["parameters"] = sizes[arm_key(row)[0]]
             if found := list(speeds.get(folders[arm_key(row)], {}).values()):
-                row["images_per_second"] = float(np.median([each["images_per_second"] for each in found]))
+                row["images_per_second"] = _supported([each["images_per_second"] for each in found])
                 row["measured_on"] = "; ".join(sorted({each["measured_on"] for each in found}))
         declared = [contrast.text not in self.late for contrast in self.contrasts]
         contrasts = contrast_tests(self.contrasts, runs, self.metric, declared, hits)
@@ -410,6 +411,12 @@ class Design:
             }
             for k in range(min(len(found["diverged"]), arm.recipe.population.networks))
         ]
+
+
+def _supported(values: Sequence[float]) -> float:
+    """The median, to the first digit in which the values differ; of equal ones or one alone, to two digits."""
+    middle, spread = float(np.median(values)), float(np.ptp(values))
+    return float(round(middle, -math.floor(math.log10(spread or middle / 10))))
 
 
 def _parameters(recipe: Recipe) -> int:

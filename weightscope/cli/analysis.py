@@ -165,7 +165,7 @@ _TABLE: Mapping[str, Sequence[str]] = {
     "with --exchangeable": ("select", "computed", "fold_norms", "permutations"),
     "with --exchangeable --at all": ("select",),
     "with --eigenpairs": ("eigenpairs", "select", "computed", "fold_norms", "matrix"),
-    "across a population": ("select", "computed", "kind", "fold_norms", "means", "cells", "matrix"),
+    "across a population": ("select", "computed", "kind", "fold_norms", "cells", "matrix"),
     "within networks": (*_WITHIN, "matrix"),
 }
 
@@ -200,11 +200,11 @@ _TABLE: Mapping[str, Sequence[str]] = {
     help="For a population with snapshots: the epoch (of sequences, the step) of training; with --exchangeable also "
     "all, which draws the strongest entries against training.",
 )
-@click.option("--means", is_flag=True, help="For a population: draw means of channels, the default for matrices.")
 @click.option(
     "--cells",
     type=click.IntRange(1),
-    help="For a population: draw single entries, averaged over at most so many cells a side.",
+    help="For a population: draw single entries, averaged over at most so many cells a side.  [default, for matrices: "
+    "means of channels]",
 )
 @click.option(
     "--eigenpairs",
@@ -281,7 +281,7 @@ def covariance(
         chosen = "within networks"
     refuse_others(given, _TABLE[chosen], chosen)
     matrix, kind = given.pop("matrix", None), {k: given[k] for k in ("kind",) if k in given}
-    drawing = kind | {k: given.pop(k) for k in ("means", "cells", "picture") if k in given}
+    drawing = kind | {k: given.pop(k) for k in ("cells", "picture") if k in given}
     found = _covariance(chosen, opened, workers, given)
     _show(found, out if hasattr(found, "plot") else None, **drawing)
     _keep(found, json_file)

@@ -394,7 +394,12 @@ _GAIN_TRAINING = ("data", "device", "gain_seeds", "gain_epochs")  # options of t
 @click.option("--metric", help="The task's metric that is compared, such as test_loss.  [default: its primary one]")
 @set_option
 @click.option("--probe", is_flag=True, help="Train only a linear classifier on the initialised networks' features.")
-@click.option("--throughput", is_flag=True, help="Also measure images per second, at the evaluations.")
+@click.option(
+    "--throughput",
+    is_flag=True,
+    help="Also measure test images per second of a tile's networks together, at evaluations but the first (2 epochs or "
+    "more); on a CPU of one thread's processor time.",
+)
 @click.option("--plan", "only_plan", is_flag=True, help="Only say what it will cost, from a few measured steps.")
 @click.option(
     "-o", "--out", type=click.Path(path_type=Path), help="Folder of the results.  [default: named after the recipe]"

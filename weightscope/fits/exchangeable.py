@@ -3,7 +3,6 @@
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
-from fnmatch import fnmatchcase
 from functools import cached_property
 from typing import Any, Self
 
@@ -35,7 +34,6 @@ from weightscope.statistics.index_effects import described
 from weightscope.statistics.permutations import PermutationSpec, View
 from weightscope.statistics.shrinkage import amplified, eigenvalues_clipped, nearest_correlation
 
-Gain = float | Mapping[str, float]
 _FLOOR = 1e-3  # smallest eigenvalue of a shrunk correlation matrix
 
 
@@ -44,24 +42,21 @@ class Amplification:
 
     `gain` multiplies the correlations that `denoise` leaves by a factor >= 0, see
     `weightscope.statistics.shrinkage.amplified`; 0 keeps the variances of all parts and no correlation, None takes
-    correlations as they are, shrunk. Or it maps patterns of types ("channels*", "hidden.? x channels", "means") to
-    factors: a type takes the first pattern that matches, and is left as it is if none does.
+    correlations as they are, shrunk.
 
     `denoise` is used with a gain only: "threshold" drops correlations within 4 standard errors of zero; "eigenvalues"
     replaces the eigenvalues inside the Marchenko-Pastur edge by their mean (`eigenvalues_clipped`).
     """
 
-    def __init__(self, gain: Gain | None = None, denoise: str = "threshold") -> None:
+    def __init__(self, gain: float | None = None, denoise: str = "threshold") -> None:
         if isinstance(gain, str):
             raise UsageError(
                 f"gain: expected a number >= 0, found {gain!r}; `fit-init --gain auto` and "
                 "`weightscope.benchmarking.choose_gain` choose it by training networks"
             )
-        self.gains = gain if isinstance(gain, Mapping) else {} if gain is None else {"*": gain}  # pattern -> factor
-        for pattern, factor in self.gains.items():
-            number("gain" if pattern == "*" else pattern, factor, least=0)
+        self.gain = None if gain is None else number("gain", gain, least=0)
         self.denoise = choice("denoise", denoise, ("threshold", "eigenvalues"))
-        if denoise != "threshold" and not self.gains:
+        if denoise != "threshold" and gain is None:
             raise UsageError(f"denoise: {denoise!r} needs a gain, found none")
 
     def correlation(self, found: TypeCovariance) -> tuple[np.ndarray, dict[str, Any]]:
@@ -70,9 +65,7 @@ class Amplification:
         independent = (1 - correlation**2) * np.sqrt(max(1.0, effect) / found.samples)
         errors = np.where(np.isfinite(found.errors), found.errors, independent)
         notes: dict[str, Any] = {"samples": found.samples, "design_effect": round(effect, 3)}
-        label = found.kind.label
-        gain = next((factor for pattern, factor in self.gains.items() if fnmatchcase(label, pattern)), None)
-        if gain is None:
+        if self.gain is None:
             shrunk, intensities = _shrunk(found, correlation, errors)
             return shrunk, notes | intensities
         if self.denoise == "eigenvalues":
@@ -84,8 +77,8 @@ class Amplification:
             wider = 1.0 if found.networks < 3 else -float(special.stdtrit(found.networks - 1, special.ndtr(-4.0))) / 4
             independent = np.full(errors.shape, np.sqrt(max(1.0, effect) / found.samples))
             errors = np.where(np.isfinite(found.errors), found.errors * wider, independent)
-        matrix, done = amplified(correlation, errors, gain)
-        return matrix, notes | {"gain": gain} | done
+        matrix, done = amplified(correlation, errors, self.gain)
+        return matrix, notes | {"gain": self.gain} | done
 
 
 def _tables(diagnostics: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
@@ -198,7 +191,7 @@ class Exchangeable(Structure):
         cls,
         spec: WeightSpec,
         *,
-        gain: Gain | None = None,
+        gain: float | None = None,
         denoise: str = "threshold",
         permutations: PermutationSpec | None = None,
         network: WeightSpec | None = None,
@@ -228,10 +221,6 @@ class Exchangeable(Structure):
         facts: Facts = None,
     ) -> Self:
         """Fit to the covariance of each type, in the order of the specification; `facts` are further diagnostics."""
-        labels = [covariance.kind.label for covariance in found]
-        for pattern in options.gains:
-            if not any(fnmatchcase(label, pattern) for label in labels):
-                raise UsageError(f"gain: {pattern!r} matches no type; there are {', '.join(labels)}")
         factors, parameters, means = [], 0, None
         notes = dict(facts or {})
         for covariance in found:

@@ -1,7 +1,7 @@
 """Gaussians with covariance diag(variance) + factor factor^T: isotropic, diagonal, low rank, and dense."""
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cached_property, partial
 from typing import Any, ClassVar, Self
 
@@ -93,13 +93,6 @@ class AffineGaussian(Structure):
     def _arrays(self) -> dict[str, np.ndarray]:
         arrays = {"variance": self.variance} if self.variance.any() else {}
         return arrays | ({"factor": self.factor} if self.factor.shape[1] else {})
-
-    @classmethod
-    def from_tensors(
-        cls, tensors: Mapping[str, np.ndarray], spec: WeightSpec, parameters: int = 0, diagnostics: Facts = None
-    ) -> Self:
-        """The inverse of `to_tensors`; an absent variance is zero, an absent factor has no columns."""
-        return cls(spec, **tensors, parameters=parameters, diagnostics=diagnostics)
 
 
 class Diagonal(AffineGaussian):

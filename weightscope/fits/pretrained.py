@@ -18,7 +18,7 @@ from weightscope._version import __version__
 from weightscope.anatomy.permutation_groups import permutation_spec
 from weightscope.anatomy.places import Source, tensors_of
 from weightscope.errors import DataError, SpecError, UsageError
-from weightscope.fits.exchangeable import Amplification, Exchangeable, Gain
+from weightscope.fits.exchangeable import Amplification, Exchangeable
 from weightscope.fits.one_network import origin
 from weightscope.fits.population_fit import Group, PopulationFit
 from weightscope.fits.resizing import default_stds, depths, in_blocks, resized_fit, tensors_by_depth, type_of
@@ -43,7 +43,7 @@ def fit_pretrained(
     select: str | Sequence[str] | None = None,
     *,
     scale: str = "default",
-    gain: Gain = 1.0,
+    gain: float = 1.0,
     denoise: str = "threshold",
 ) -> PopulationFit:
     r"""Fit `Exchangeable` to one network, or to several pooled, for networks of any width and depth.

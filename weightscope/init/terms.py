@@ -1,11 +1,14 @@
 """Weights drawn from a distribution that is stated in terms, as `weightscope.fits.terms.explain` finds them."""
 
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from weightscope._util.checks import number
+from weightscope._util.names import listing
 from weightscope.anatomy.permutation_groups import permutation_spec
 from weightscope.fits.population_fit import Group, PopulationFit
+from weightscope.fits.resizing import depths
 from weightscope.fits.terms import structure_of
 from weightscope.init.base import Generator, M
 from weightscope.init.from_artifact import PopulationInit
@@ -45,6 +48,8 @@ def from_terms_(
     spec = WeightSpec.of(module)
     number("gain", gain, least=0)
     structure = structure_of(spec, permutations or permutation_spec(spec), scales, terms, gain)
+    if left := [stack.rstrip(".") for stack in depths(spec) if stack not in depths(structure.spec)]:
+        warnings.warn(f"from_terms_: no pattern names {listing(left)}: these blocks keep their start", stacklevel=2)
     group = Group("all", structure.spec, structure)
     found = PopulationFit(structure.spec, (group,), (), 0, 0, {}, {})
     return PopulationInit(found)(module, generator=generator)

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
+from matplotlib.patches import Rectangle
 from matplotlib.ticker import FixedLocator, Formatter, FuncFormatter, MaxNLocator, NullLocator
 from matplotlib.transforms import ScaledTranslation
 
@@ -32,6 +33,7 @@ from weightscope.plots import theme
 from weightscope.plots.theme import LABEL, decimals, interval, p_value, signed, wrap
 
 _MOST_TICKS = 12  # of an axis of epochs
+LEVEL = 0.05  # of adjusted p-values; differences below it are drawn as significant
 _APART = 3.0  # points between the bars of two initialisers at one value
 _DASHES = ((0, (4, 2)), (0, (1, 1.5)), (0, (8, 2, 1, 2)), (0, (2, 4)))  # of arms without the parameter, by cell
 _WITHOUT = "without the parameter"
@@ -328,17 +330,74 @@ def _lines(summary: Sequence[Row], axis: str) -> dict[tuple[str, str], list[Row]
     for row in sorted(summary, key=lambda row: axis in point_of(row)):
         rest = point_text({key: value for key, value in row.get("cell", {}).items() if key != axis})
         others = ", ".join(filter(None, [rest, epochs_text(row["epochs"]) * several]))
-        lines.setdefault((_label_without(row["init"], axis), others), []).append(row)
+        lines.setdefault((label_without(row["init"], axis), others), []).append(row)
     if not any(axis in point_of(row) for row in summary):
         known = ", ".join(sorted({key for row in summary for key in point_of(row)}))
         raise UsageError(f"axis: expected one of {known or 'fields that vary'}, found {axis!r}")
     return lines
 
 
-def _label_without(label: str, number: str) -> str:
-    """The label of an initialiser without one of its numbers: `a (x=1, y=2)` without `a.x` is `a (y=2)`."""
-    label = re.sub(rf"(?<=[(\s]){re.escape(number.rpartition('.')[2])}=[^,()]*(?:, )?", "", label)
+def label_without(label: str, *numbers: str) -> str:
+    """The label of an initialiser without some of its numbers: `a (x=1, y=2)` without `a.x` is `a (y=2)`."""
+    for name in numbers:
+        label = re.sub(rf"(?<=[(\s]){re.escape(name.rpartition('.')[2])}=[^,()]*(?:, )?", "", label)
     return label.replace(", )", ")").replace(" ()", "")
+
+
+@theme.themed()
+def difference_map(
+    summary: Sequence[Row],
+    axes: tuple[str, str],
+    ax: Axes | None = None,
+    *,
+    metric: Metric = ACCURACY,
+    title: str | None = None,
+    of: str = "",
+) -> Axes:
+    """Paired differences of one initialiser from the reference over two parameters, as a map centred at zero.
+
+    Entries are percentage points for accuracies; those that differ from zero at an adjusted level of 0.05 are bold, and
+    the best of them is framed if it is an improvement. Combinations that were not run are grey. Rows are of one
+    initialiser at one length, `axes` the parameters along x and y; `of` is written below the map.
+    """
+    import seaborn
+
+    found: dict[tuple[str, str], Row] = {}
+    for row in summary:
+        if row.get("difference") is not None and set(axes) <= set(point_of(row)):
+            found[repr(point_of(row)[axes[0]]), repr(point_of(row)[axes[1]])] = row
+    if not found:
+        raise UsageError(f"difference map: expected rows with {' and '.join(axes)} and a difference, found none")
+    columns, rows = (_in_order([point_of(row)[axis] for row in found.values()]) for axis in axes)
+    at = {(i, j): found.get((repr(x), repr(y)), {}) for i, y in enumerate(rows) for j, x in enumerate(columns)}
+    grid = metric.factor * np.reshape([row.get("difference", np.nan) for row in at.values()], (len(rows), len(columns)))
+    height = max(0.36 * len(rows), 1.8)
+    canvas, ax = theme.canvas(ax, max(0.5 * len(columns), 2.0) + 1.9, height + 0.8)
+    colours, texts = theme.colours(limit := theme.colour_limit(grid[np.isfinite(grid)], 1.0)), {"size": 7}
+    seaborn.heatmap(grid, ax=ax, annot=True, fmt=f"+.{metric.decimals - 1}f", annot_kws=texts, cbar=False, **colours)
+    ax.set_facecolor(theme.GREY)  # of combinations that were not run
+    for text, row in zip(ax.texts, (row for row in at.values() if row), strict=True):
+        text.set(text=signed(metric.factor * row["difference"], metric.decimals - 1))
+        text.set_fontweight("bold" if _sure(row) else "normal")
+    shown = list(found.values())
+    whole = [row for row in shown if row.get("networks") in (None, row.get("pairs"))]  # else p may be of the others
+    better = [row for row in whole if _sure(row) and metric.better(row["difference"])]
+    best = max(better, key=lambda row: abs(row["difference"]), default=None)
+    for i, j in (place for place, row in at.items() if row is best):
+        ax.add_patch(Rectangle((j, i), 1, 1, fill=False, ec=theme.INK, lw=1.6, gid="largest"))
+    ax.set_xticks(np.arange(len(columns)) + 0.5, [value_text(value, axes[0]) for value in columns])
+    ax.set_yticks(np.arange(len(rows)) + 0.5, [value_text(value, axes[1]) for value in rows], rotation=0)
+    ax.tick_params(length=0)
+    ax.invert_yaxis()
+    ax.set(xlabel="\n".join(filter(None, (axes[0], of))), ylabel=axes[1])
+    what = f"{metric.label} minus that of {shown[0]['reference']}"
+    label = difference_label(metric, what, [row.get("pairs") for row in shown], shown)
+    theme.colour_bar(ax, ax.collections[0], limit, label, height=height, beyond=False)
+    return canvas.finish(title)
+
+
+def _sure(row: Row) -> bool:
+    return row.get("p_holm") is not None and row["p_holm"] < LEVEL
 
 
 def _in_order(values: Sequence[Any]) -> list[Any]:
