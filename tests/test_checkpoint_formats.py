@@ -215,9 +215,8 @@ def test_packed_weights_are_named():
     state |= {"int8.weight": torch.ones(24, 24, dtype=torch.int8), "int8.SCB": torch.ones(24)}
     checkpoint = Checkpoint(state)
     assert checkpoint.names == ("norm.weight",)
-    names = {"gptq.qweight": "4-bit GPTQ", "awq.qweight": "4-bit AWQ", "ct.weight_packed": "packed by compressed-ten"}
-    for name, what in (names | {"bnb.weight": "4-bit bitsandbytes", "int8.weight": "8-bit bitsandbytes"}).items():
-        assert checkpoint.skipped[name].startswith(what)
+    for name in ("gptq.qweight", "awq.qweight", "ct.weight_packed", "bnb.weight", "int8.weight"):
+        assert checkpoint.skipped[name].startswith("integers or quantised numbers")
 
 
 # --- adapters -----------------------------------------------------------------------------------------------------

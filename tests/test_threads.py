@@ -62,22 +62,6 @@ def test_large_problems_get_the_threads_back(two_threads):
             assert numbers() == {2}
 
 
-def test_a_generator_is_limited_while_it_computes_only(two_threads):
-    @one_thread()
-    def counted(most):
-        for _ in range(most):
-            yield numbers()
-        return "end"
-
-    generator = counted(2)
-    for found in generator:
-        assert (found, numbers()) == ({1}, {2})
-    generator = counted(5)
-    next(generator)
-    generator.close()
-    assert numbers() == {2}
-
-
 def test_calls_in_several_threads_of_python_end_in_any_order(two_threads):
     """The first block ends while the second one is still open, which keeps its limit."""
     opened, ended, seen = threading.Event(), threading.Event(), []

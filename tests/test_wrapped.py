@@ -76,12 +76,6 @@ def test_a_part_of_a_network_that_is_called_as_in_an_adapter_is_none():
     assert all(name.endswith("bias") for name in kept)
 
 
-def expanded():
-    model = wrappings.vit()
-    model.head.weight = nn.Parameter(torch.zeros(1, 24).expand(5, 24))
-    return model
-
-
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -90,7 +84,6 @@ def expanded():
         (lambda: wrappings.vit().to("meta"), "on the meta device and holds no numbers"),
         (lambda: wrappings.wrapped(wrappings.vit(), "inference mode"), "made in inference mode and cannot be written"),
         (lambda: wrappings.wrapped(wrappings.vit(), "torch.jit.trace"), "is compiled by TorchScript"),
-        (expanded, "`head.weight` is expanded"),
         (lambda: nn.Sequential(wrappings.vit(), nn.LazyLinear(3)), r"has no shape yet \(a lazy layer\)"),
         (lambda: wrappings.wrapped(wrappings.vit(), "own, without an inverse"), "is computed and cannot be set"),
         (lambda: wrappings.wrapped(wrappings.vit(), "spectral_norm"), "would not have the weights drawn"),

@@ -5,15 +5,11 @@ each operation waits for the slowest of them. Every public function therefore ru
 products and decompositions within it in `threads_for`.
 """
 
-import functools
-import inspect
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ContextDecorator, contextmanager
-from typing import Any, Literal, TypeVar
-
-F = TypeVar("F", bound=Callable[..., Any])
+from typing import Any, Literal
 
 # Sizes from which threads pay: D of a product X^T X of shape (D, D), n of a decomposition of an n x n matrix.
 LARGE = {"product": 2_000, "decomposition": 1_500}
@@ -25,8 +21,7 @@ class one_thread(ContextDecorator):
     """Run NumPy, SciPy and torch on one thread within a block or a function, and give the others back after it.
 
     Blocks may be nested, and used in several threads of Python. Libraries that are imported within a block are limited
-    from the next block on, a nested one included. A decorated generator function is limited while it computes, not
-    while its caller uses what it yields.
+    from the next block on, a nested one included.
 
     Example:
         >>> with one_thread():
@@ -40,26 +35,6 @@ class one_thread(ContextDecorator):
 
     def __exit__(self, *exception: object) -> None:
         _leave()
-
-    def __call__(self, function: F) -> F:
-        if not inspect.isgeneratorfunction(function):
-            return super().__call__(function)
-
-        @functools.wraps(function)
-        def stepwise(*args: Any, **kwargs: Any) -> Iterator[Any]:
-            generator = function(*args, **kwargs)
-            try:
-                while True:
-                    with self:
-                        try:
-                            item = next(generator)
-                        except StopIteration as end:
-                            return end.value
-                    yield item
-            finally:
-                generator.close()
-
-        return stepwise  # type: ignore[return-value]
 
 
 @contextmanager

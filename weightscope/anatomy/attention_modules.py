@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from weightscope._util.checks import choice
-from weightscope._util.names import joined
+from weightscope._util.names import block_of, joined
 from weightscope.anatomy.architectures import Architecture, known, names, stated
 from weightscope.anatomy.attention_part import AttentionPart, Gain
 from weightscope.anatomy.attention_rows import LAYOUTS, fitting
@@ -214,8 +214,6 @@ class _Reader:
 def _matrix(tensors: NamedTensors, prefix: str, name: str, scheme: Scheme) -> Slot | None:
     """The slot of a weight, all of its rows; None if it is no matrix."""
     shape = tensors.shape(prefix + name)
-    if name in names("stacked"):
-        return Slot(prefix + name, stacked=True) if len(shape) == 3 else None
     if len(shape) < 2 or any(n != 1 for n in shape[2:]):
         return None
     packed = tensors.shape(prefix + scheme[1])
@@ -232,7 +230,7 @@ def _output(tensors: NamedTensors, prefix: str, values: Slot, columns: int | Non
             raise AnatomyError(f"`{name}` ({why})")
         if name in tensors:
             shape = tensors.shape(name)
-            slot = Slot(name, None, not values.transposed, stacked=values.stacked)
+            slot = Slot(name, None, not values.transposed)
             if len(shape) >= 2 and 0 not in shape and columns in (None, slot.size(tensors)[0]):
                 return slot
     return None
@@ -240,8 +238,6 @@ def _output(tensors: NamedTensors, prefix: str, values: Slot, columns: int | Non
 
 def _own_heads(tensors: NamedTensors, prefix: str, units: int) -> tuple[str, int | None]:
     """The tensor of a file that has an axis of the heads, and their number."""
-    if f"{prefix}W_Q" in tensors:
-        return "W_Q", tensors.shape(f"{prefix}W_Q")[0]
     inside = tensors.under(prefix.removesuffix("."))
     for key, axis in names("per_head"):
         for name in inside:
@@ -270,8 +266,8 @@ def _biases(
                 start += rows["qkv"[i]]
         elif part in "qv" and name not in tensors:
             name, span = f"{prefix}{part}_bias", None  # BEiT and EVA have two separate biases, and none for keys
-        if name in tensors and len(tensors.shape(name)) == 1 + (weight.stacked and part != "o"):
-            out[part] = Slot(name, span, vector=True, stacked=weight.stacked)
+        if name in tensors and len(tensors.shape(name)) == 1:
+            out[part] = Slot(name, span, vector=True)
     return out
 
 
@@ -297,13 +293,7 @@ def same_block(last: Place, place: Place) -> bool:
     if kinds != ["self", "cross"]:
         return False
     beside = place.path.rpartition(".")[0] == last.path.rpartition(".")[0]
-    return beside or (_block(place.path) != "" and _block(place.path) == _block(last.path))
-
-
-def _block(path: str) -> str:
-    """The path up to and including its last number: the block of an attention module."""
-    found = re.match(r"(.*(?:^|\.)\d+)(?:\.|$)", path)
-    return found.group(1) if found else ""
+    return beside or block_of(place.path) == block_of(last.path) != ""
 
 
 def _part(
@@ -319,12 +309,7 @@ def _part(
     kv_heads, k, values = _head_sizes(path, sizes, heads)
     blocks = {"q": (heads, k), "k": (kv_heads, k), "v": (kv_heads, values), "o": (heads, values)}
     kind, width = _kind(tensors, path, sizes), sizes["q"][1]
-    slots = {}
-    for name, slot in weights.items():
-        within = (*blocks[name], sizes[name][1])
-        swapped = name != "o" and not slot.stacked
-        shape = (within[0], within[2], within[1]) if slot.stacked and name != "o" else within
-        slots[name] = replace(slot, shape=shape, swapped=swapped)
+    slots = {x: replace(slot, shape=(*blocks[x], sizes[x][1]), swapped=x != "o") for x, slot in weights.items()}
     return AttentionPart(
         layer=0,
         name=path,

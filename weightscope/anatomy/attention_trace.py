@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from weightscope.anatomy.attention_part import AttentionPart, Gain
-from weightscope.anatomy.tensors import ModuleTensors, Place, Slot
-from weightscope.anatomy.traced_rows import owner, rows_of, span
+from weightscope.anatomy.tensors import ModuleTensors, Place, Slot, module_of, span
 from weightscope.anatomy.tracing import BITS, ENTRY, OFFSET, SEVERAL, Node, Origin, Tracer, Weight, present
 
 _CHANGES = {"rotated", "normalised", "convolved", "pooled", "positions", "scaled", "added", "centred"}
@@ -138,7 +137,11 @@ class _Reader:
         for x, (name, lines, transposed, columns) in slots.items():
             lines = lines.reshape(heads, -1)[keep[x]].flatten() if x in keep else lines
             weights_of[x] = Slot(
-                name, self._rows(name, lines, transposed), transposed, shape=(*shapes[x], columns), swapped=x != "o"
+                name,
+                span(lines, self.tensors.shape(name)[1 if transposed else 0]),
+                transposed,
+                shape=(*shapes[x], columns),
+                swapped=x != "o",
             )
         biases_of = {}
         for x, bias in biases.items():
@@ -150,7 +153,7 @@ class _Reader:
                 )
         return AttentionPart(
             layer=0,
-            name=owner([slots[x][0] for x in "qkv"]),
+            name=module_of([slots[x][0] for x in "qkv"]),
             kind=kind,
             heads=heads,
             kv_heads=kv_heads,
@@ -210,13 +213,10 @@ class _Reader:
         owners = (weight.first >> BITS).unique().tolist()
         if len(owners) != 1:
             raise _UnreadError(f"{what} are in {len(owners)} tensors")
-        if (found := rows_of(self.tracer, weight)) is None:
+        if (found := self.tracer.rows_of(weight)) is None:
             shape = tuple(self.tracer.parameters[owners[0]].shape)
             raise _UnreadError(f"{what} are not rows or columns of `{self.names[owners[0]]}` {shape}")
         return self.names[owners[0]], *found[1:], weight.columns
-
-    def _rows(self, name: str, lines: Tensor, transposed: bool) -> Any:
-        return span(lines, self.tensors.shape(name)[1 if transposed else 0])
 
     def _output(
         self, number: int, apply: Node, order: Tensor, qs: Tensor, vs: Tensor, channels: bool, turned: bool

@@ -56,10 +56,6 @@ def find(tensors: NamedTensors) -> Parts[DepthwisePart]:
     seen: set[Any] = set()
     (stem, unknown), rows = _stem(tensors), list[tuple[int, Place]]()
     stage, last, more = -1, None, list[Unread]()
-    widths: dict[str, set[int]] = {}  # path -> sizes of the vectors of the modules directly under it
-    for name, shape in ((name, tensors.shape(name)) for name in tensors.names):
-        if len(shape) == 1:
-            widths.setdefault(name.rpartition(".")[0].rpartition(".")[0], set()).update(shape)
     good = {_template(name): len(tensors.shape(name)) - 2 for name in tensors.names if _fits(tensors, name, stem)}
     lost = {f"{n.removesuffix('bias')}weight": "missing" for n in tensors.names if n.endswith("bias")}
     for name, bad in (lost | dict(tensors.every)).items():
@@ -73,11 +69,6 @@ def find(tensors: NamedTensors) -> Parts[DepthwisePart]:
         if not ndim or (not fits and not bad and other):
             more += [Unread(name, str(shape))] * (not bad and _alike(tensors, name))
             continue
-        if fits and not bad and tensors.own(path, "groups") is None:
-            own = {tensors.shape(n)[0] for n in (f"{path}.bias",) if len(tensors.known_shape(n)) == 1 and n in tensors}
-            beside = own or widths.get(path.rpartition(".")[0])
-            if beside and shape[0] not in beside:
-                fits, bad = False, f"{shape[0]} filters, beside vectors of {', '.join(map(str, sorted(beside)))}"
         identity = tensors.identity(name) if fits else name
         if identity in seen:
             continue

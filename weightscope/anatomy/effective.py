@@ -8,7 +8,6 @@ the computation, and only if the layer then has the weight that was wanted.
 
 import copy
 import re
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -150,11 +149,9 @@ def unsettable(module: nn.Module, *, writing: bool = False) -> str | None:
                 return f"`{name}` ({bad[key]}) cannot be read as weights; convert it first"
             if writing and value.is_inference():
                 return f"`{name}` was made in inference mode and cannot be written; make the module outside of it"
-            if writing and torch._debug_has_internal_overlap(value) == 1:
-                return f"`{name}` is expanded, its entries share memory; clone it first"
         if why := _uses_others(inner):
             return f"`{path}` ({kind.__name__}) {why}; use a plain layer"
-    return _overlap(module) if writing else None
+    return None
 
 
 @torch.no_grad()
@@ -185,24 +182,6 @@ def _uses_others(layer: nn.Module) -> str:
         middle, wanted, rtol=1e-4, atol=1e-4 * float(wanted.abs().max())
     )
     return "" if same else "computes with other numbers than its weight"
-
-
-def _overlap(module: nn.Module) -> str | None:
-    """A parameter and another parameter or buffer that have an entry in the same memory."""
-    tensors = {name: value for name, value in _tensors(module).items() if value.numel()}  # parameters first
-    memory = {n: (v.device, v.dtype, v.untyped_storage().data_ptr()) for n, v in tensors.items()}
-    several, names, owners = Counter(memory.values()), list(tensors), dict[Any, Tensor]()
-    for i, (name, value) in enumerate(tensors.items()):
-        if several[memory[name]] == 1:
-            continue
-        size = value.untyped_storage().nbytes() // value.itemsize
-        entries = owners.setdefault(memory[name], torch.full((size,), -1))  # -1: of no parameter yet
-        mine = entries.as_strided(value.shape, value.stride(), value.storage_offset())
-        if (other := int(mine.max())) >= 0:
-            return f"`{names[other]}` and `{name}` share memory; clone one of them, or make them one parameter"
-        if isinstance(value, nn.Parameter):
-            mine.fill_(i)
-    return None
 
 
 def _tensors(module: nn.Module) -> dict[str, Tensor]:

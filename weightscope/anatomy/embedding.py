@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from weightscope.anatomy.convolution import strides
-from weightscope.anatomy.tensors import NamedTensors, OneTensor, Parts, Slot, Unread
-from weightscope.anatomy.traced_rows import shared
+from weightscope.anatomy.tensors import NamedTensors, OneTensor, Parts, Slot, Unread, shared
 
 _PATCH = re.compile(
     r"(^|[._])(patch_embed\w*(\.\w+)*|patch_embedding|conv_proj|patchify|stem\.0|stem\.conv|features\.0\.0|visual\.conv1)\.weight$"

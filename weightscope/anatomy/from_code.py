@@ -17,8 +17,7 @@ from weightscope._util.plugins import imported, is_reference
 from weightscope.anatomy import traced
 from weightscope.anatomy.attention_modules import find, owner, same_block
 from weightscope.anatomy.attention_part import AttentionPart, Gain
-from weightscope.anatomy.tensors import ModuleTensors, NamedTensors, Parts, Place, in_layers
-from weightscope.anatomy.traced_rows import shared
+from weightscope.anatomy.tensors import ModuleTensors, NamedTensors, Parts, Place, in_layers, shared
 from weightscope.errors import UsageError, WeightscopeError
 
 _LARGEST = 1_500_000_000  # parameters of a network that is built, 6 GB
@@ -59,18 +58,7 @@ def find_attention(tensors: NamedTensors) -> Parts[AttentionPart]:
         raise UsageError("code: none of the attention modules that its forward pass shows has the names of the file")
     if not coded:
         return parts
-    paths = {place.path for place in coded}
-    places = [Place(part.name, part, "", part._weights["q"].name) for part in parts if part.name not in paths]
-    for unread in parts.unread:
-        inside = any(unread.name == path or f"{unread.name}.".startswith(f"{path}.") for path in paths)
-        if unread.layer is not None and not inside:
-            places.append(Place(unread.path or unread.name, None, unread.why, unread.name, sure=True))
-    order: dict[str, int] = {}  # of tensors and of the modules that they are in
-    for i, name in enumerate(tensors.every):
-        words = name.split(".")
-        order |= {path: i for n in range(len(words), 0, -1) if (path := ".".join(words[:n])) not in order}
-    places = sorted([*places, *coded], key=lambda place: order.get(place.name, order.get(place.path, len(order))))
-    return in_layers(places, tensors, same_block, owner)
+    return in_layers(coded, tensors, same_block, owner)
 
 
 def places_of_code(tensors: NamedTensors) -> list[Place]:

@@ -19,9 +19,9 @@ from weightscope.anatomy.tensors import (
     Unread,
     deepest,
     in_layers,
+    module_of,
     places,
 )
-from weightscope.anatomy.traced_rows import owner as owning
 from weightscope.errors import AnatomyError, UsageError
 
 MLPName = Literal["fc1", "fc2", "gate"]
@@ -70,11 +70,9 @@ def find(tensors: NamedTensors) -> Parts[MLPPart]:
             return None
         own = {part: slot.name.removesuffix("weight") + "bias" for part, slot in weights.items()}
         biases = {part: Slot(name, weights[part].rows, vector=True) for part, name in own.items() if name in tensors}
-        (hidden, width), gate = weights["fc1"].size(tensors), weights.get("gate")
-        if gate is not None and gate.size(tensors) != (hidden, width):
-            raise AnatomyError(f"`{gate.name}`: expected {(hidden, width)} as of fc1, found {gate.size(tensors)}")
-        kind: Literal["plain", "gated"] = "plain" if gate is None else "gated"
-        path = owning([weights["fc1"].name, weights["fc2"].name])
+        hidden, width = weights["fc1"].size(tensors)
+        kind: Literal["plain", "gated"] = "gated" if "gate" in weights else "plain"
+        path = module_of([weights["fc1"].name, weights["fc2"].name])
         return MLPPart(0, path, kind, width, hidden, tensors, weights, biases)
 
     schemes = {Scheme(*row): tuple(f"{name}.weight" for name in dict.fromkeys(row)) for row in names("mlps")}

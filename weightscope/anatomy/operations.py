@@ -12,11 +12,11 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 from torch._decomp import get_decompositions
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from weightscope.anatomy.symbolic_axes import Axes, Axis, Fixed, concatenated, factors, fixed, length
+from weightscope.anatomy.tracing import Dispatch, words
 
 Value: TypeAlias = list[Axis]  # the axes of a tensor
 
@@ -50,12 +50,8 @@ _COMPOSED = (  # of other operations, as those that torch decomposes by itself
 _DECOMPOSITIONS = get_decompositions([getattr(torch.ops.aten, name) for name in _COMPOSED])
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(Dispatch):
     """Records the operations that are run, with tensors replaced by numbers."""
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # what runs here is not compiled; else torch imports its compiler, which takes a second
 
     def __init__(self) -> None:
         super().__init__()
@@ -129,16 +125,12 @@ def _rule(*names: str) -> Callable[[Rule], Rule]:
     return add
 
 
-def _words(text: str) -> frozenset[str]:
-    return frozenset(text.split())
-
-
-_ODD = _words("neg sign sgn tanh sin sinh asin asinh atan atanh erf erfinv reciprocal trunc round")
+_ODD = words("neg sign sgn tanh sin sinh asin asinh atan atanh erf erfinv reciprocal trunc round")
 _EVEN = {"abs", "cos", "cosh", "square"}
 _SUMS = {"add", "sub", "rsub"}
 _PRODUCTS = {"mul", "div"}
 _MOVED = {"alias", "detach", "lift_fresh", "clone", "_to_copy"}
-_FILLED = _words(
+_FILLED = words(
     "zeros ones full empty new_zeros new_ones new_full new_empty zeros_like ones_like full_like empty_like "
     "scalar_tensor"
 )
@@ -486,6 +478,6 @@ def _pooled(p: Propagation, a: dict[str, Any], step: Step, axes: int) -> list[Va
     return [[*value[:last], *(fixed(n) for n in p.shapes[step.out[0].number][last:])]] * len(step.out)
 
 
-_MOVEMENTS = _MOVED | _words(
+_MOVEMENTS = _MOVED | words(
     "view _unsafe_view _reshape_alias permute unsqueeze squeeze expand slice select split split_with_sizes"
 )

@@ -53,19 +53,14 @@ def permutation_spec(network: WeightSpec | nn.Module, example_inputs: Any = None
     if example_inputs is not None:
         if not isinstance(network, nn.Module):
             raise UsageError(f"example_inputs: expected a module to run on them, found a {type(network).__name__}")
-        return derived(network, example_inputs)
+        found = derive_permutations(network, example_inputs)
+        if wrong := _not_kept(network, example_inputs, found):
+            raise AnatomyError(f"{wrong}; give your own, PermutationSpec.from_axes(spec, {{name: (group, ...)}})")
+        return found
     if isinstance(network, WeightSpec):
         return permutations_by_name(network)
     found = permutations_by_name(WeightSpec.of(network))
     return replace(found, heads=dict(found.heads) | _heads(network, found))
-
-
-def derived(module: nn.Module, inputs: Any) -> PermutationSpec:
-    """The specification that the module's forward pass shows, checked by function in float64."""
-    found = derive_permutations(module, inputs)
-    if wrong := _not_kept(module, inputs, found):
-        raise AnatomyError(f"{wrong}; give your own, PermutationSpec.from_axes(spec, {{name: (group, ...)}})")
-    return found
 
 
 def _not_kept(module: nn.Module, inputs: Any, permutations: PermutationSpec) -> str:
@@ -152,7 +147,7 @@ def permutations_of(source: Any, given: OwnPermutations | None = None) -> Permut
             named = permutation_spec(spec)
         except AnatomyError as error:
             if (built := template()) is not None and built[1] is not None:
-                return derived(*built)
+                return permutation_spec(*built)
             if not hasattr(source, "template"):
                 raise
             raise AnatomyError(

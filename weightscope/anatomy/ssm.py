@@ -1,6 +1,5 @@
 """The parameters of Mamba and Mamba-2 layers, as named by transformers and by mamba_ssm."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Literal
@@ -82,26 +81,10 @@ def _common(tensors: NamedTensors, prefix: str) -> dict[str, Slot]:
     return slots | {part: slot for part, slot in optional.items() if slot.name in tensors}
 
 
-def _check_shapes(tensors: NamedTensors, prefix: str, rows: Mapping[str, tuple[int, ...]], channels: int) -> None:
-    """AnatomyError if a tensor has other rows, or the output does not lead from the channels to the input's stream."""
-    for name, expected in rows.items():
-        if prefix + name in tensors and (found := tensors.shape(prefix + name)[0]) not in expected:
-            sizes = " or ".join(map(str, expected))
-            raise AnatomyError(f"`{prefix}{name}`: expected {sizes} rows, found {found}")
-    first, last = f"{prefix}in_proj.weight", f"{prefix}out_proj.weight"
-    if first in tensors and last in tensors and tensors.shape(last) != (tensors.shape(first)[1], channels):
-        raise AnatomyError(f"`{last}`: {tensors.shape(last)} does not fit `in_proj` {tensors.shape(first)}")
-
-
 def _mamba1(tensors: NamedTensors, prefix: str) -> SSMPart:
     channels, state = tensors.shape(f"{prefix}A_log")
     rank = tensors.shape(f"{prefix}dt_proj.weight")[1]
-    rows, width = tensors.shape(f"{prefix}x_proj.weight")
-    if width != channels:
-        raise AnatomyError(f"`{prefix}A_log`: expected {width} channels as of `x_proj`, found {channels}")
-    same = ("dt_proj.weight", "dt_proj.bias", "conv1d.weight", "conv1d.bias", "D")
-    fixed: dict[str, tuple[int, ...]] = {"x_proj.weight": (rank + 2 * state,), "in_proj.weight": (2 * channels,)}
-    _check_shapes(tensors, prefix, dict.fromkeys(same, (channels,)) | fixed, channels)
+    rows = tensors.shape(f"{prefix}x_proj.weight")[0]
     slots = {
         "A_log": Slot(f"{prefix}A_log", vector=True),
         "dt_weight": Slot(f"{prefix}dt_proj.weight"),
@@ -132,17 +115,6 @@ def _mamba2(tensors: NamedTensors, prefix: str) -> SSMPart:
         raise AnatomyError(
             f"`{prefix}conv1d.weight`: expected {channels} + 2 groups * N channels with {groups} groups and "
             f"N = {state}, found {shared + channels}"
-        )
-    fixed = {
-        "dt_bias": (heads,),
-        "D": (heads, channels),
-        "conv1d.bias": (shared + channels,),
-        "norm.weight": (channels,),
-    }
-    _check_shapes(tensors, prefix, fixed, channels)
-    if (more := rows - 2 * channels - shared - heads) < 0 or more % 2:
-        raise AnatomyError(
-            f"`{prefix}in_proj.weight`: expected {rows - more} rows or an even number more, found {rows}"
         )
     end = rows - heads
     half = shared // 2

@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -78,8 +79,6 @@ class NamedTensors:
         if name in self._computed:
             raise DataError(f"`{name}` is computed from other tensors; set it by an initialiser or through the module")
         value = self._tensors[name]
-        if getattr(value, "is_meta", False):
-            raise DataError(f"`{name}` is on the meta device and holds no numbers; materialise the model first")
         kept = isinstance(self._tensors, (dict, MutableMapping)) and self._tensors[name] is value
         if not kept or not isinstance(value, Tensor):
             raise DataError(f"`{name}` is read from a file and cannot be written; load a state dict or a module first")
@@ -292,6 +291,14 @@ Rows = slice | Tensor | None
 """Rows of a matrix: a slice, an index tensor, or None for all."""
 
 
+def span(rows: Tensor, total: int) -> Rows:
+    """Rows as a slice where they follow each other, None for all."""
+    start, n = int(rows[0]), len(rows)
+    if not bool((rows == torch.arange(start, start + n)).all()):
+        return rows
+    return None if (start, n) == (0, total) else slice(start, start + n)
+
+
 @dataclass(frozen=True)
 class Slot:
     """Rows of a matrix in a tensor."""
@@ -299,7 +306,6 @@ class Slot:
     name: str  # of the tensor
     rows: Rows = None  # of the (out, in) matrix
     transposed: bool = False  # the tensor stores (in, out), as transformers' Conv1D does
-    stacked: bool = False  # the tensor stores (heads, in, out) and is read as (heads in, out)
     vector: bool = False  # the tensor is no matrix (a bias, filters), taken as it is
     shape: tuple[int, ...] | None = None  # in which the rows are read, such as (heads, rows of one, columns)
     swapped: bool = False  # after which the last two axes are exchanged
@@ -307,9 +313,6 @@ class Slot:
     def size(self, tensors: NamedTensors) -> tuple[int, int]:
         """(rows, columns) of the (out, in) matrix, without reading it."""
         shape = tensors.shape(self.name)
-        if self.stacked:
-            heads, rows, columns = shape
-            return (heads * rows, columns) if self.transposed else (heads * columns, rows)
         rows, columns = (shape[1], shape[0]) if self.transposed else shape[:2]
         if self.rows is None:
             return rows, columns
@@ -318,14 +321,12 @@ class Slot:
     def count(self, tensors: NamedTensors) -> int:
         """The number of rows of which `rows` are some."""
         shape = tensors.shape(self.name)
-        return math.prod(shape[:2]) if self.stacked or self.vector else shape[int(self.transposed)]
+        return math.prod(shape[:2]) if self.vector else shape[int(self.transposed)]
 
     def _view(self, tensors: NamedTensors) -> Tensor:
         tensor = tensors.get(self.name)
         if self.vector:
-            return tensor.flatten() if self.stacked else tensor
-        if self.stacked:
-            return tensor.flatten(0, 1)
+            return tensor
         return tensor.flatten(1).T if self.transposed else tensor.flatten(1)
 
     def read(self, tensors: NamedTensors) -> Tensor:
@@ -513,13 +514,6 @@ def _read(tensors: NamedTensors, prefix: str, keys: Sequence[str], build: Callab
         part = build()
         if part and any(0 in tensors.shape(slot.name) for slot in part._weights.values()):
             raise AnatomyError(f"`{path}`: a matrix without entries")
-        rows: dict[str, int] = {}  # bias -> number of rows of the matrices that it serves
-        for key, bias in part._biases.items() if part else ():
-            size = part._weights[key].size(tensors)
-            rows[bias.name] = rows.get(bias.name, 0) + size[1 if key == "o" else 0]  # output projections are (in, out)
-        for name, n in rows.items():
-            if (found := math.prod(tensors.shape(name))) != n:
-                raise AnatomyError(f"`{name}`: expected {n} entries, one for each row of its matrix, found {found}")
     except AnatomyError as error:
         return Place(path, None, f"({str(error).removeprefix(f'`{path}`: ')})", path, sure=True)
     shapes = "" if part else ", ".join(str(tensors.shape(name)) for name in names)
@@ -582,6 +576,17 @@ def resembling(
 
     several = {m: names for m, names in modules.items() if len(names) > 1 or "qkv" in names[0].split(".")}
     return {module: names for module, names in several.items() if not nested(module)}
+
+
+def module_of(names: Sequence[str]) -> str:
+    """The path of the module that has some weights: `attn` of `attn.q.weight`, `attn.qkv.weight`, `attn.in_proj`."""
+    words = [name.split(".") for name in names]
+    return ".".join(shared(w[:-2] if w[-1] in ("weight", "kernel") else w[:-1] for w in words))
+
+
+def shared(paths: Iterable[Sequence[str]]) -> list[str]:
+    """The components with which all of some paths begin."""
+    return [w[0] for w in takewhile(lambda w: len(set(w)) == 1, zip(*paths, strict=False))]
 
 
 def deepest(name: str, pattern: re.Pattern[str]) -> str | None:

@@ -7,6 +7,7 @@ the product of two activations a product, and its product with a third one an ap
 attributes are read.
 """
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -19,47 +20,46 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from weightscope.errors import UsageError
+
 BITS = 32
 ENTRY = (1 << BITS) - 1
 Kind = Literal["input", "linear", "embedding", "sum", "gate", "product", "apply"]
 
 
-def _words(text: str) -> frozenset[str]:
+def words(text: str) -> frozenset[str]:
+    """The names in a text."""
     return frozenset(text.split())
 
 
-_MOVES = _words(
+_MOVES = words(
     "cat _unsafe_view stack clone index index_select gather roll flip repeat im2col pixel_shuffle pixel_unshuffle "
     "_to_copy copy_ lift_fresh tril triu slice_scatter select_scatter copy constant_pad_nd channel_shuffle "
     "repeat_interleave unfold as_strided contiguous _reshape_alias native_channel_shuffle reflection_pad1d "
     "reflection_pad2d replication_pad2d take_along_dim resize_ view_as_complex view_as_real split_with_sizes_copy"
 )
-_NORMS = _words(
+_NORMS = words(
     "native_layer_norm native_group_norm native_batch_norm _native_batch_norm_legit_no_training batch_norm "
     "_native_batch_norm_legit cudnn_batch_norm _fused_rms_norm rms_norm"
 )
-_SOFTMAX = _words("_softmax softmax _safe_softmax _log_softmax _masked_softmax")
-_SAME = _words("native_dropout dropout masked_fill masked_fill_ bernoulli_ cumsum sort")  # hand on, and are linear
-_BOUNDS = _words("clamp clamp_min clamp_max minimum maximum where nan_to_num hardtanh")
-_LINEAR = _words("add sub mul div neg _to_copy")  # pointwise functions that may be of a linear map
-_REDUCED = _words("mean sum amax amin max min logsumexp norm linalg_vector_norm prod var std var_mean")
-_POOLED = _words(
+_SOFTMAX = words("_softmax softmax _safe_softmax _log_softmax _masked_softmax")
+_SAME = words("native_dropout dropout masked_fill masked_fill_ bernoulli_ cumsum sort")  # hand on, and are linear
+_BOUNDS = words("clamp clamp_min clamp_max minimum maximum where nan_to_num hardtanh")
+_LINEAR = words("add sub mul div neg _to_copy")  # pointwise functions that may be of a linear map
+_REDUCED = words("mean sum amax amin max min logsumexp norm linalg_vector_norm prod var std var_mean")
+_POOLED = words(
     "avg_pool1d avg_pool2d avg_pool3d _adaptive_avg_pool1d _adaptive_avg_pool2d _adaptive_avg_pool3d max_pool1d "
     "max_pool2d_with_indices max_pool3d_with_indices adaptive_max_pool2d upsample_nearest1d upsample_nearest2d "
     "upsample_nearest3d upsample_linear1d upsample_bilinear2d upsample_bicubic2d upsample_trilinear3d "
     "_upsample_bilinear2d_aa _upsample_bicubic2d_aa grid_sampler_2d"
 )
-_FILLED = _words("new_zeros zeros_like new_empty empty_like new_full full_like new_ones ones_like empty_strided")
-_INDICES = _words("index gather index_select take_along_dim repeat_interleave")
+_FILLED = words("new_zeros zeros_like new_empty empty_like new_full full_like new_ones ones_like empty_strided")
+_INDICES = words("index gather index_select take_along_dim repeat_interleave")
 _RANK = {"apply": 3, "product": 2}
 _MASKED = -1e3  # logits below are those of a mask
 
 
 _MOST = 30_000_000  # entries of one map of attention that is traced, at 8 bytes and more each
-
-
-class TooManyTokensError(Exception):
-    """An input has more tokens than can be traced."""
 
 
 @dataclass(frozen=True)
@@ -113,12 +113,16 @@ SEVERAL, OFFSET = 1 << 62, 1 << 61
 """Codes of gains: several parameters, and a flag of those to which one is added."""
 
 
-class Tracer(TorchDispatchMode):
-    """Follows the numbers of one forward pass; `nodes` is what it found, in order."""
+class Dispatch(TorchDispatchMode):
+    """Sees each operation of what runs in it."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False  # what runs here is not compiled; else torch imports its compiler, which takes a second
+
+
+class Tracer(Dispatch):
+    """Follows the numbers of one forward pass; `nodes` is what it found, in order."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -181,6 +185,24 @@ class Tracer(TorchDispatchMode):
         step = int(codes[0, 1] - codes[0, 0]) if codes.shape[1] > 1 else 1
         regular = offset == 0 and bool((codes.cpu() == first[:, None] + step * torch.arange(codes.shape[1])).all())
         return Weight(first, step, codes.shape[1]) if regular else None
+
+    def rows_of(self, weight: Weight) -> tuple[int, Tensor, bool] | None:
+        """(parameter, rows or columns of it, whether it is stored transposed) of a matrix; None if it is neither."""
+        owners = (weight.first >> BITS).unique().tolist()
+        if len(owners) != 1:
+            return None
+        shape, flat, columns = tuple(self.parameters[owners[0]].shape), weight.first & ENTRY, weight.columns
+        total = torch.Size(shape).numel()
+        if (weight.step == 1 or columns == 1) and shape[0] * columns == total and not bool((flat % columns).any()):
+            return owners[0], flat // columns, False
+        if (
+            len(shape) > 1
+            and total == shape[0] * shape[1]
+            and weight.step == shape[1]
+            and bool((flat < shape[1]).all())
+        ):
+            return owners[0], flat, True
+        return None
 
     # -- codes
 
@@ -517,13 +539,10 @@ class Tracer(TorchDispatchMode):
         a, b = self._acts[x], self._acts[y]
         codes = [_expanded(o.codes, out.shape) for o in (a, b)]
         ranks = self._rank(x), self._rank(y)
-        if (max(ranks) > 1 and ranks[0] == ranks[1] == _RANK["product"]) or max(ranks) > 1:
+        if max(ranks) > 1:
             best = a if ranks[0] >= ranks[1] else b
             mark = "biased" if max(ranks) == _RANK["product"] else "added"
-            self._put(
-                out,
-                Origin(_expanded(best.codes, out.shape), best.gain, best.marks | {mark}, best.factor),
-            )
+            self._put(out, Origin(_expanded(best.codes, out.shape), best.gain, best.marks | {mark}, best.factor))
             return
         real = [_real(c) for c in codes]
         numbers = [[n for n in present(c) if n > 0] for c in real]
@@ -543,9 +562,7 @@ class Tracer(TorchDispatchMode):
             for n in present(one.codes) if not one.codes.is_complex() else ():
                 if n > 0 and self.node(n).kind in ("linear", "apply") and self.node(n).after is None:
                     self.node(n).after = one
-        inner = 1
-        for n in out.shape[axis + 1 :]:
-            inner *= n
+        inner = math.prod(out.shape[axis + 1 :])
         sides = tuple(self.vector(c, axis) for c in real)
         key = tuple(sorted(bytes(s.cpu().numpy()) for s in sides))
         node = Node("sum", out, rows=out.shape[axis], inner=inner, sides=(a, b))
@@ -574,9 +591,7 @@ class Tracer(TorchDispatchMode):
             return
         axis = self._axis(a.codes)
         axis = out.ndim - 1 if axis is None else axis
-        inner = 1
-        for n in out.shape[axis + 1 :]:
-            inner *= n
+        inner = math.prod(out.shape[axis + 1 :])
         self._new(out, Node("gate", out, rows=out.shape[axis], inner=inner, sides=(a, b), values=(x, y)))
 
     def _axis(self, codes: Tensor) -> int | None:
@@ -688,7 +703,7 @@ class Tracer(TorchDispatchMode):
     def _product(self, x: Tensor, w: Tensor, a: Origin, b: Origin, out: Tensor) -> None:
         a, b = (Origin(o.codes.reshape(t.shape), None, o.marks, o.factor) for o, t in ((a, x), (b, w)))
         if out.numel() > _MOST:
-            raise TooManyTokensError(f"{out.numel():,} products of queries and keys; give fewer tokens")
+            raise UsageError(f"{out.numel():,} products of queries and keys; give fewer tokens")
         kinds = self.source(a.codes), self.source(b.codes)
         if "product" in kinds:
             left = kinds[0] == "product"

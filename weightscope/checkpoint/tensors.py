@@ -233,7 +233,7 @@ def not_weights(tensors: Mapping[str, Any]) -> dict[str, str]:
         elif entry.dtype is None:
             out[name] = f"stored as {kind}, for which torch has no data type"
         elif entry.dtype not in WEIGHTS:
-            what = _packing(name, tensors) or ("complex" if entry.dtype.is_complex else "integers or quantised numbers")
+            what = "complex" if entry.dtype.is_complex else "integers or quantised numbers"
             out[name] = f"{what} ({kind}), not weights; `raw` reads them"
         elif entry.dtype.itemsize == 1 and (scale := {f"{name}_scale", f"{name}_scale_inv"} & tensors.keys()):
             out[name] = f"{kind}, to be multiplied by the scales in `{scale.pop()}`; `raw` reads it"
@@ -241,20 +241,6 @@ def not_weights(tensors: Mapping[str, Any]) -> dict[str, str]:
         if name not in out and (owner := _owner(name, out)):
             out[name] = f"belongs to the quantised `{owner}`"
     return out
-
-
-def _packing(name: str, tensors: Mapping[str, Any]) -> str | None:
-    """How the weights of a layer are packed into integers, by the tensors next to them."""
-    path, _, last = name.rpartition(".")
-    scales, zeros = (tensors.get(f"{path}.{part}") for part in ("scales", "qzeros"))
-    if last == "qweight" and scales is not None and zeros is not None:
-        bits = 32 * zeros.shape[-1] // scales.shape[-1]  # (groups, out bits / 32) and (groups, out)
-        return f"{bits}-bit {'GPTQ' if tensors[name].shape[-1] == scales.shape[-1] else 'AWQ'}"
-    if last == "weight_packed":
-        return "packed by compressed-tensors"
-    if f"{name}.absmax" in tensors:
-        return "4-bit bitsandbytes"
-    return "8-bit bitsandbytes" if f"{path}.SCB" in tensors else None
 
 
 def _owner(name: str, skipped: Mapping[str, str]) -> str | None:

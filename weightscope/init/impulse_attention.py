@@ -22,7 +22,7 @@ from weightscope._util.threads import one_thread
 from weightscope.anatomy import AttentionPart, PositionEmbedding, chosen_layers, named_tensors, parts_of, self_attention
 from weightscope.anatomy.attention_part import PartName, chosen_heads
 from weightscope.anatomy.embedding import Offset, TokenGrid
-from weightscope.anatomy.traced_rows import shared
+from weightscope.anatomy.tensors import shared
 from weightscope.errors import AnatomyError, DataError, UsageError
 from weightscope.init._trained import token_grid
 from weightscope.init.base import INITIALISERS, Generator, M, frame, normal, permutation
