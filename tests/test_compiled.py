@@ -101,6 +101,40 @@ def test_blocks_equal_torch(batch, count, c, dtype):
     assert_agree(found, expected, [x, *filters, *(weight for mlp in mlps for weight in mlp)], 5 * TYPES[dtype])
 
 
+def plain_transformer(x, heads, gain, shift, qkv, b, proj, b_proj, *mlp):
+    t, c = gain.shape
+    rows = x.view(t, c, -1)
+    normal = F.layer_norm(rows.transpose(1, 2), (c,), eps=1e-6).transpose(1, 2)
+    inner = qkv @ (gain[:, :, None] * normal + shift[:, :, None]) + b[:, :, None]
+    q, k, v = inner.view(t, 3, heads, -1, *x.shape[1:]).permute(1, 0, 2, 5, 4, 3).unbind(0)  # (T, H, B, N, d) each
+    mixed = (torch.softmax(q @ k.mT / q.shape[-1] ** 0.5, -1) @ v).permute(0, 1, 4, 3, 2).reshape(t, c, -1)
+    rows = rows + proj @ mixed + b_proj[:, :, None]
+    return (rows + plain_mlp(rows, *mlp)).view_as(x)
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize(
+    ("t", "c", "heads", "n", "batch", "count"),
+    [(2, 8, 2, 5, 3, 1), (1, 6, 3, 9, 17, 2), (2, 4, 1, 1, 40, 2), (1, 8, 2, 64, 64, 1), (1, 8, 2, 17, 33, 3)],
+)
+def test_transformer_blocks_equal_torch(t, c, heads, n, batch, count, dtype):
+    """Numbers of tokens and images around whole slabs of vectors and groups of images."""
+    x = draw(t * c, n, batch, dtype=dtype).requires_grad_()
+    shapes = (t, c), (t, c), (t, 3 * c, c), (t, 3 * c), (t, c, c), (t, c)
+    blocks, expected = [], x
+    for k in range(count):
+        weights = [(draw(*s, dtype=dtype, seed=10 * k + i) / 2).requires_grad_() for i, s in enumerate(shapes)]
+        weights += mlp_inputs((t, c, 5, 1), dtype)[1:]
+        expected = plain_transformer(expected, heads, *weights)
+        blocks.append(weights)
+    pairs = tuple(tuple(zip(weights[::2], weights[1::2], strict=True)) for weights in blocks)
+    found = functions.transformer_blocks(x, pairs, heads, 1e-6)
+    assert_agree(found, expected, [x, *(weight for weights in blocks for weight in weights)], 5 * TYPES[dtype])
+    with torch.no_grad():  # which keeps nothing for a backward pass
+        assert functions.transformer_blocks(x, pairs, heads, 1e-6).equal(found)
+
+
 @needs_compiler
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 @pytest.mark.parametrize("case", [case for case in FILTERS if case[1] > 1], ids=str)  # more than one position

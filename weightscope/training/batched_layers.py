@@ -39,8 +39,9 @@ class BatchedLayer(nn.Module):
 
     @property
     def pair(self) -> Pair:
-        """Weight and bias (T, ...)."""
-        return self.leaves["weight"], self.leaves["bias"]
+        """Weight and bias (T, ...); zeros where a linear map has no bias."""
+        weight = self.leaves["weight"]
+        return weight, self.leaves.get("bias", weight.new_zeros(weight.shape[:2]))
 
     def affine(self, weight: Tensor, rows: Tensor) -> Tensor:
         """`weight @ rows + bias`, (G, C', C) x (G, C, P) with G a multiple of T."""

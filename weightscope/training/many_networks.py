@@ -26,7 +26,7 @@ from weightscope._util.torch_random import seeded
 from weightscope.errors import UsageError
 from weightscope.networks.convmixer import Residual
 from weightscope.networks.convnext import ConvNeXtBlock
-from weightscope.networks.layers import DropPath
+from weightscope.networks.layers import Attention, DropPath
 from weightscope.networks.sequences import TokenEmbedding
 from weightscope.networks.vit import Block
 from weightscope.recipe import OwnNetworkConfig, Recipe
@@ -268,29 +268,41 @@ class _NormMlp(nn.Module):
         return unrows(functions.norm_mlp(rows_of(x, self.count), *self.weights, self.eps), x)
 
 
-class _ConvNeXtBlocks(nn.Module):
-    """Consecutive blocks of equal sizes as one compiled function."""
+class _Blocks(nn.Module):
+    """Consecutive blocks of equal sizes as one compiled function of their layers' weights."""
 
-    def __init__(self, blocks: Sequence[tuple[list[Pair], Tensor | None]], eps: float) -> None:
+    def __init__(self, function: Any, blocks: list[list[tuple[Pair, Tensor | None]]], **options: Any) -> None:
         super().__init__()
-        self.blocks, self.eps = list(blocks), eps  # the layers conv_dw, norm, fc1 and fc2 of each, and its gamma
+        self.function, self.options = function, options
+        self.blocks = blocks  # weight and bias (T, ...) of the layers of each, and the layer scale (T, C) after it
 
     @property
     def sizes(self) -> tuple[Any, ...]:
         """What consecutive blocks must have in common."""
-        filters, _, fc1, _ = self.blocks[0][0]
-        return *filters[0].shape, *fc1[0].shape, self.eps
+        return self.function, *self.options.items(), *(pair[0].shape for pair, _ in self.blocks[0])
 
     def forward(self, x: Tensor) -> Tensor:
-        weights = tuple(self._scaled(*block, x.dtype) for block in self.blocks)
-        return functions.convnext_blocks(x.permute(1, 2, 3, 0), weights, self.eps).permute(3, 0, 1, 2)
+        found: Tensor = self.function(
+            x, tuple(tuple(_scaled(*layer, x.dtype) for layer in block) for block in self.blocks), **self.options
+        )
+        return found
 
-    def _scaled(self, layers: list[Pair], gamma: Tensor | None, dtype: torch.dtype) -> functions.Block:
-        filters, norm, fc1, fc2 = layers
-        if gamma is not None:  # gamma (W a + b) = (gamma W) a + gamma b
-            weight, bias, gamma = (value.to(dtype) for value in (*fc2, gamma))
-            fc2 = weight * gamma[:, :, None], bias * gamma
-        return filters_of(*filters), norm, fc1, fc2
+
+def _scaled(layer: Pair, gamma: Tensor | None, dtype: torch.dtype) -> Pair:
+    """Weight and bias of a layer and its layer scale: gamma (W a + b) = (gamma W) a + gamma b."""
+    if gamma is None:
+        return layer
+    weight, bias, gamma = (value.to(dtype) for value in (*layer, gamma))
+    return weight * gamma[:, :, None], bias * gamma
+
+
+def _convnext(x: Tensor, blocks: tuple[functions.Block, ...], eps: float) -> Tensor:
+    blocks = tuple((filters_of(*filters), *layers) for filters, *layers in blocks)
+    return functions.convnext_blocks(x.permute(1, 2, 3, 0), blocks, eps).permute(3, 0, 1, 2)
+
+
+def _transformer(x: Tensor, blocks: tuple[functions.Block, ...], heads: int, eps: float) -> Tensor:
+    return functions.transformer_blocks(x.permute(2, 1, 0), blocks, heads, eps).permute(2, 1, 0)
 
 
 class _NormResidual(nn.Module):
@@ -302,7 +314,7 @@ class _NormResidual(nn.Module):
         self.norm: Any = layers[-1]
         before: list[Any] = [layer for layer in self.first.children() if not isinstance(layer, nn.Identity)]
         conv = before[0]
-        fits = len(before) == 1 and isinstance(conv, Conv2d) and conv.depthwise and "bias" in conv.leaves
+        fits = len(before) == 1 and isinstance(conv, Conv2d) and conv.depthwise
         # A list, so that the convolution is registered once, in `first`; one function computes it and the norm.
         self._mixing = before if fits else []
 
@@ -372,17 +384,27 @@ class BatchedNetworks(Networks):
         """One module in place of several batched layers that one kernel computes."""
         # exact types: a derived class may have a forward of its own
         parts: Any = batched
-        if type(module) is ConvNeXtBlock and type(parts.mlp.fc1.layer) is nn.Linear:
-            if isinstance(parts.drop_path, nn.Identity):
-                layers = [layer.pair for layer in (parts.conv_dw, parts.norm, parts.mlp.fc1, parts.mlp.fc2)]
-                return _ConvNeXtBlocks([(layers, self.leaves.get(f"{path}gamma"))], parts.norm.layer.eps)
-            parts.mlp, parts.norm = _NormMlp(parts.norm, parts.mlp.fc1, parts.mlp.fc2), nn.Identity()
-        if type(module) is Block and type(parts.mlp.fc1.layer) is nn.Linear:
-            parts.mlp, parts.norm2 = _NormMlp(parts.norm2, parts.mlp.fc1, parts.mlp.fc2), nn.Identity()
+        if type(module) in (ConvNeXtBlock, Block) and type(parts.mlp.fc1.layer) is nn.Linear:
+            mlp, dropped = parts.mlp, any(isinstance(layer, BatchedDropPath) for layer in module.children())
+            if type(module) is ConvNeXtBlock:
+                if not dropped:
+                    scales = {mlp.fc2: f"{path}gamma"}
+                    weights = self._weights((parts.conv_dw, parts.norm, mlp.fc1, mlp.fc2), scales)
+                    return _Blocks(_convnext, [weights], eps=parts.norm.layer.eps)
+                parts.mlp, parts.norm = _NormMlp(parts.norm, mlp.fc1, mlp.fc2), nn.Identity()
+            else:
+                attn = parts.attn
+                if type(attn.layer) is Attention and not dropped and f"{path}skip_scale" not in self.leaves:
+                    scales = {attn.proj: f"{path}ls1.gamma", mlp.fc2: f"{path}ls2.gamma"}
+                    layers = parts.norm1, attn.qkv, attn.proj, parts.norm2, mlp.fc1, mlp.fc2
+                    weights = self._weights(layers, scales)
+                    return _Blocks(_transformer, [weights], heads=attn.layer.heads, eps=parts.norm1.layer.eps)
+                parts.mlp, parts.norm2 = _NormMlp(parts.norm2, mlp.fc1, mlp.fc2), nn.Identity()
         if type(module) is nn.Sequential and isinstance(batched, nn.Sequential):
-            sizes = {block.sizes if isinstance(block, _ConvNeXtBlocks) else None for block in batched}
+            sizes = {block.sizes if isinstance(block, _Blocks) else None for block in parts}
             if len(sizes) == 1 and None not in sizes:
-                return _ConvNeXtBlocks([block for each in parts for block in each.blocks], parts[0].eps)
+                blocks = [block for each in parts for block in each.blocks]
+                return _Blocks(parts[0].function, blocks, **parts[0].options)
             for k, (before, layer) in enumerate(pairwise(batched)):
                 gelu = isinstance(before, Elementwise) and repr(before.layer) == repr(nn.GELU())
                 if gelu and isinstance(layer, Normalisation) and isinstance(layer.layer, nn.BatchNorm2d):
@@ -393,6 +415,9 @@ class BatchedNetworks(Networks):
             if isinstance(last, Normalisation) and last.after_gelu:
                 return _NormResidual(parts.fn)
         return batched
+
+    def _weights(self, layers: Sequence[Any], scales: dict[Any, str]) -> list[tuple[Pair, Tensor | None]]:
+        return [(layer.pair, self.leaves.get(scales.get(layer, ""))) for layer in layers]
 
     def _stack_own_parameters(self, module: nn.Module, path: str) -> None:
         """Parameters that a container uses itself, (..., C), become (..., T*C) just before its forward."""

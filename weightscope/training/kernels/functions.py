@@ -23,7 +23,7 @@ from weightscope.training.kernels import pytorch
 from weightscope.training.kernels.build import library
 
 Pair = tuple[Tensor, Tensor]  # weight and bias
-Block = tuple[Pair, Pair, Pair, Pair]  # of the convolution, the norm, fc1 and fc2
+Block = tuple[Pair, ...]  # of a ConvNeXt: conv, norm, fc1, fc2; of a transformer: norm1, qkv, proj, norm2, fc1, fc2
 Kernels = Literal["torch", "c", "inductor"]
 
 
@@ -57,9 +57,20 @@ def norm_mlp(x: Tensor, norm: Pair, fc1: Pair, fc2: Pair, eps: float) -> Tensor:
 
 
 def convnext_blocks(x: Tensor, blocks: tuple[Block, ...], eps: float) -> Tensor:
-    """`x + fc2(gelu(fc1(norm(conv(x)))))`, the block of T ConvNeXts without layer scale, several times; in C."""
+    """`x + fc2(gelu(fc1(norm(conv(x)))))`, the block of T ConvNeXts without layer scale, several times."""
     weights = [weight for block in blocks for pair in block for weight in pair]
     return _compiled(_blocks, _blocks_backward, x, *weights, eps=eps, keep=torch.is_grad_enabled())
+
+
+def transformer_blocks(x: Tensor, blocks: tuple[Block, ...], heads: int, eps: float) -> Tensor:
+    """The blocks of T transformers, `x + proj(attention(qkv(norm1(x))))` and `x + fc2(gelu(fc1(norm2(x))))`; in C.
+
+    x is (T*c, N, B); the weights of each of the six layers have a first axis of T.
+    """
+    weights = [weight for block in blocks for pair in block for weight in pair]
+    return _compiled(
+        _transformer, _transformer_backward, x, *weights, heads=heads, eps=eps, keep=torch.is_grad_enabled()
+    )
 
 
 def convmixer_mixing(x: Tensor, filters: Pair, norm: Pair, eps: float, *, dilation: int = 1) -> Tensor:
@@ -153,7 +164,7 @@ def _mlp(x: Tensor, *weights: Tensor, eps: float) -> Any:
 
 
 def _mlp_backward(grad: Tensor, x: Tensor, *weights: Tensor, eps: float) -> list[Tensor]:
-    inputs = x, *weights[:-1], grad
+    inputs = x, *weights[:-1], grad, None
     return _filled("mlp_backward", inputs, [x, *weights], (*_mlp_sizes(x, weights), eps))
 
 
@@ -179,6 +190,28 @@ def _block_sizes(x: Tensor, weights: tuple[Tensor, ...]) -> tuple[int, ...]:
     """Blocks, T, c, m, H, W, B, k."""
     networks, m, c = weights[4].shape
     return len(weights) // 8, networks, c, m, *x.shape[1:], weights[0].shape[-1]
+
+
+def _transformer(x: Tensor, *weights: Tensor, heads: int, eps: float, keep: bool) -> Any:
+    sizes = _transformer_sizes(x, weights, heads)
+    kept = x.new_empty(3 * sizes[0] * x.numel()) if keep else None
+    (y,) = _filled("transformer_forward", (x, weights, kept), [x], (*sizes, eps))
+    return y, (kept, *weights)
+
+
+def _transformer_backward(
+    grad: Tensor, kept: Tensor, *weights: Tensor, heads: int, eps: float, keep: bool
+) -> list[Tensor]:
+    found, of_weights = torch.empty_like(grad), tuple(torch.empty_like(weight) for weight in weights)
+    sizes = _transformer_sizes(grad, weights, heads)
+    _call("transformer_backward", (grad, weights, kept, found, of_weights), (*sizes, eps))
+    return [found, *of_weights]
+
+
+def _transformer_sizes(x: Tensor, weights: tuple[Tensor, ...], heads: int) -> tuple[int, ...]:
+    """Blocks, T, c, m, H, N, B."""
+    networks, m, c = weights[8].shape
+    return len(weights) // 12, networks, c, m, heads, *x.shape[1:]
 
 
 def _mixing(x: Tensor, weight: Tensor, bias: Tensor, gain: Tensor, shift: Tensor, *, dilation: int, eps: float) -> Any:

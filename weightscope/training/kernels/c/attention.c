@@ -1,7 +1,7 @@
 /* y = softmax(q^T k / sqrt(d)) v of heads of d channels, without a matrix for the whole batch in memory: one vector of
    images at a time, ROWS queries at a time. A number of an image is a lane, so no product adds up across lanes. */
 
-#include "common.h"
+#include "rows.h"
 
 #define ROWS 8L
 
@@ -34,81 +34,124 @@ static void product(const REAL *a, strides sa, const REAL *b, strides sb, REAL *
                     int add) {
 #define ENTRIES(rows, columns) \
   some_entries(a + i * sa.x * LANES, sa, b + j * sb.y * LANES, sb, out + (i * so.x + j * so.y) * LANES, so, n, add, rows, columns)
-  long i = 0;
-  for (; i + 4 <= m; i += 4) {
-    long j = 0;
-    for (; j + 4 <= l; j += 4) ENTRIES(4, 4);
-    for (; j < l; j++) ENTRIES(4, 1);
+  long j = 0;
+  for (; j + 4 <= l; j += 4) {
+    long i = 0;
+    for (; i + 4 <= m; i += 4) ENTRIES(4, 4);
+    for (; i < m; i++) ENTRIES(1, 4);
   }
-  for (; i < m; i++) {
-    long j = 0;
-    for (; j + 4 <= l; j += 4) ENTRIES(1, 4);
-    for (; j < l; j++) ENTRIES(1, 1);
+  for (; j < l; j++) {
+    long i = 0;
+    for (; i + 4 <= m; i += 4) ENTRIES(4, 1);
+    for (; i < m; i++) ENTRIES(1, 1);
   }
 }
 
-/* `factor` x (d, n, batch), images `first` and following -> (n, d, LANES), zeros beyond the batch; and back */
-static void gather(const REAL *from, REAL *to, long d, long n, long batch, long first, REAL factor) {
-  const long count = batch - first < LANES ? batch - first : LANES;
-  for (long c = 0; c < d; c++)
-    for (long i = 0; i < n; i++) {
-      const REAL *x = from + (c * n + i) * batch + first;
-      REAL *y = to + (i * d + c) * LANES;
-      if (count == LANES) put(y, get(x) * factor);
-      else
-        for (long l = 0; l < LANES; l++) y[l] = l < count ? x[l] * factor : 0;
-    }
-}
-
-static void scatter(const REAL *from, REAL *to, long d, long n, long batch, long first, REAL factor) {
-  const long count = batch - first < LANES ? batch - first : LANES;
-  for (long c = 0; c < d; c++)
-    for (long i = 0; i < n; i++) {
-      const REAL *x = from + (i * d + c) * LANES;
-      REAL *y = to + (c * n + i) * batch + first;
-      if (count == LANES) put(y, get(x) * factor);
-      else
-        for (long l = 0; l < count; l++) y[l] = x[l] * factor;
-    }
-}
-
-/* Softmax of each row of p (rows, n), in place. */
-static void softmax(REAL *p, long rows, long n) {
+/* exp(scale (p - largest)) of each row of p (rows, n), in place, and the inverse of their sum. */
+static void exponentials(REAL *p, REAL *inverses, long rows, long n, REAL scale) {
   for (long r = 0; r < rows; r++, p += n * LANES) {
-    vec most = get(p), sum = {};
+    vec most = get(p), sum[2] = {};
     for (long j = 1; j < n; j++) most = larger(most, get(p + j * LANES));
     for (long j = 0; j < n; j++) {
-      const vec e = exponential(get(p + j * LANES) - most);
-      sum += e;
+      const vec e = exponential((get(p + j * LANES) - most) * scale);
+      sum[j & 1] += e;
       put(p + j * LANES, e);
     }
-    sum = 1 / sum;
-    for (long j = 0; j < n; j++) put(p + j * LANES, get(p + j * LANES) * sum);
+    put(inverses + r * LANES, 1 / (sum[0] + sum[1]));
   }
 }
 
 static REAL scale_of(long d) { return (REAL)(1 / sqrt((double)d)); }
 
-/* y (heads, d, n, B) from qkv (T, 3, H, d, n, B), where `heads` = T H. */
+/* One head of a vector of images; channels are `row` numbers apart in memory, and tokens `step`. `space` has
+   attention_space(n) numbers. */
+static long attention_space(long n) { return (2 * ROWS * n + ROWS) * LANES; }
+
+static void attend(const REAL *q, const REAL *k, const REAL *v, REAL *out, REAL *space, long d, long n, long row, long step) {
+  REAL *p = space, *inverses = p + 2 * ROWS * n * LANES;
+  const strides token = {step / LANES, row / LANES}, channel = {row / LANES, step / LANES}, map = {n, 1};
+  for (long i = 0; i < n; i += ROWS) {
+    const long rows = n - i < ROWS ? n - i : ROWS;
+    product(q + i * step, token, k, channel, p, map, rows, d, n, 0);
+    exponentials(p, inverses, rows, n, scale_of(d));
+    product(p, map, v, token, out + i * step, token, rows, n, d, 0);
+    for (long c = 0; c < d; c++)
+      for (long r = 0; r < rows; r++) {
+        REAL *at = out + c * row + (i + r) * step;
+        put(at, get(at) * get(inverses + r * LANES));
+      }
+  }
+}
+
+/* The gradients of q, k and v, of which those of k and v are added to what is there, given that of `out`, g, which is
+   overwritten. With E = exp(scale (q k^T - largest)), 1 / sum = w and g' = w g, the map's gradient is E (g' v^T - w a),
+   where a are the row sums of E g' v^T. */
+static void attend_backward(const REAL *q, const REAL *k, const REAL *v, REAL *g, REAL *of_q, REAL *of_k, REAL *of_v,
+                            REAL *space, long d, long n, long row, long step) {
+  REAL *p = space, *s = p + ROWS * n * LANES, *inverses = s + ROWS * n * LANES;
+  const strides token = {step / LANES, row / LANES}, channel = {row / LANES, step / LANES}, map = {n, 1}, turned = {1, n};
+  const REAL scale = scale_of(d);
+  for (long i = 0; i < n; i += ROWS) {
+    const long rows = n - i < ROWS ? n - i : ROWS;
+    product(q + i * step, token, k, channel, p, map, rows, d, n, 0);
+    exponentials(p, inverses, rows, n, scale);
+    for (long c = 0; c < d; c++)
+      for (long r = 0; r < rows; r++) {
+        REAL *at = g + c * row + (i + r) * step;
+        put(at, get(at) * get(inverses + r * LANES));
+      }
+    product(g + i * step, token, v, channel, s, map, rows, d, n, 0);
+    product(p, turned, g + i * step, token, of_v, token, n, rows, d, 1);
+    for (long r = 0; r < rows; r++) {
+      REAL *pr = p + r * n * LANES, *sr = s + r * n * LANES;
+      vec along[2] = {};
+      for (long j = 0; j < n; j++) along[j & 1] += get(pr + j * LANES) * get(sr + j * LANES);
+      const vec mean = (along[0] + along[1]) * get(inverses + r * LANES);
+      for (long j = 0; j < n; j++) put(sr + j * LANES, get(pr + j * LANES) * scale * (get(sr + j * LANES) - mean));
+    }
+    product(s, map, k, token, of_q + i * step, token, rows, n, d, 0);
+    product(s, turned, q + i * step, token, of_k, token, n, rows, d, 1);
+  }
+}
+
+/* (c, n, batch), images `first` and following -> (c, row), tokens of `images`, zeros beyond the batch; and back, plus
+   `more`, laid out as the result, unless it is NULL */
+static void gather(const REAL *from, REAL *to, long c, long n, long batch, long first, long row, long images) {
+  const long count = batch - first < images ? batch - first : images;
+  for (long i = 0; i < c; i++)
+    for (long j = 0; j < n; j++) {
+      const REAL *x = from + (i * n + j) * batch + first;
+      REAL *y = to + i * row + j * images;
+      long l = 0;
+      for (; l + LANES <= count; l += LANES) put(y + l, get(x + l));
+      for (; l < images; l++) y[l] = l < count ? x[l] : 0;
+    }
+}
+
+static void scatter(const REAL *from, const REAL *more, REAL *to, long c, long n, long batch, long first, long row, long images) {
+  const long count = batch - first < images ? batch - first : images;
+  for (long i = 0; i < c; i++)
+    for (long j = 0; j < n; j++) {
+      const REAL *x = from + i * row + j * images, *z = more ? more + (i * n + j) * batch + first : NULL;
+      REAL *y = to + (i * n + j) * batch + first;
+      long l = 0;
+      for (; l + LANES <= count; l += LANES) put(y + l, get(x + l) + (z ? get(z + l) : (vec){}));
+      for (; l < count; l++) y[l] = x[l] + (z ? z[l] : 0);
+    }
+}
+
+/* y (T H, d, n, B) from qkv (T, 3, H, d, n, B). */
 int attention_forward(const REAL *qkv, REAL *y, long networks, long heads, long d, long n, long batch) {
-  const long size = d * n, image = size * LANES;
-  REAL *q = numbers(4 * image + ROWS * n * LANES), *k = q + image, *v = k + image, *out = v + image, *p = out + image;
+  const long row = (n + 1) * LANES, part = d * row, size = d * n * batch;
+  REAL *q = numbers(4 * part + attention_space(n)), *k = q + part, *v = k + part, *out = v + part, *space = out + part;
   if (!q) return 1;
-  const strides by_token = {d, 1}, by_channel = {1, d}, map = {n, 1};
   for (long t = 0; t < networks; t++)
     for (long h = 0; h < heads; h++)
       for (long b = 0; b < batch; b += LANES) {
-        const REAL *at = qkv + (t * 3 * heads + h) * size * batch;
-        gather(at, q, d, n, batch, b, scale_of(d));
-        gather(at + heads * size * batch, k, d, n, batch, b, 1);
-        gather(at + 2 * heads * size * batch, v, d, n, batch, b, 1);
-        for (long i = 0; i < n; i += ROWS) {
-          const long rows = n - i < ROWS ? n - i : ROWS;
-          product(q + i * d * LANES, by_token, k, by_channel, p, map, rows, d, n, 0);
-          softmax(p, rows, n);
-          product(p, map, v, by_token, out + i * d * LANES, by_token, rows, n, d, 0);
-        }
-        scatter(out, y + (t * heads + h) * size * batch, d, n, batch, b, 1);
+        const REAL *at = qkv + (t * 3 * heads + h) * size;
+        for (int i = 0; i < 3; i++) gather(at + i * heads * size, q + i * part, d, n, batch, b, row, LANES);
+        attend(q, k, v, out, space, d, n, row, LANES);
+        scatter(out, NULL, y + (t * heads + h) * size, d, n, batch, b, row, LANES);
       }
   free(q);
   return 0;
@@ -117,39 +160,167 @@ int attention_forward(const REAL *qkv, REAL *y, long networks, long heads, long 
 /* grad_qkv (T, 3, H, d, n, B), given grad, the gradient of y; the attention maps are computed again. */
 int attention_backward(const REAL *qkv, const REAL *grad, REAL *grad_qkv, long networks, long heads, long d, long n,
                        long batch) {
-  const long size = d * n, image = size * LANES, rest = heads * size * batch;
-  REAL *q = numbers(7 * image + 2 * ROWS * n * LANES), *k = q + image, *v = k + image, *g = v + image;
-  REAL *of_q = g + image, *of_k = of_q + image, *of_v = of_k + image, *p = of_v + image, *s = p + ROWS * n * LANES;
+  const long row = (n + 1) * LANES, part = d * row, size = d * n * batch;
+  REAL *q = numbers(7 * part + attention_space(n)), *g = q + 3 * part, *of_q = g + part, *space = of_q + 3 * part;
   if (!q) return 1;
-  const strides by_token = {d, 1}, by_channel = {1, d}, map = {n, 1}, turned = {1, n};
   for (long t = 0; t < networks; t++)
     for (long h = 0; h < heads; h++)
       for (long b = 0; b < batch; b += LANES) {
-        const long at = (t * 3 * heads + h) * size * batch;
-        gather(qkv + at, q, d, n, batch, b, scale_of(d));
-        gather(qkv + at + rest, k, d, n, batch, b, 1);
-        gather(qkv + at + 2 * rest, v, d, n, batch, b, 1);
-        gather(grad + (t * heads + h) * size * batch, g, d, n, batch, b, 1);
-        memset(of_k, 0, 2 * image * sizeof(REAL));
-        for (long i = 0; i < n; i += ROWS) {
-          const long rows = n - i < ROWS ? n - i : ROWS;
-          product(q + i * d * LANES, by_token, k, by_channel, p, map, rows, d, n, 0);
-          softmax(p, rows, n);
-          product(g + i * d * LANES, by_token, v, by_channel, s, map, rows, d, n, 0);
-          product(p, turned, g + i * d * LANES, by_token, of_v, by_token, n, rows, d, 1);
-          for (long r = 0; r < rows; r++) {
-            REAL *pr = p + r * n * LANES, *sr = s + r * n * LANES;
-            vec along = {};
-            for (long j = 0; j < n * LANES; j += LANES) along += get(pr + j) * get(sr + j);
-            for (long j = 0; j < n * LANES; j += LANES) put(sr + j, get(pr + j) * (get(sr + j) - along));
-          }
-          product(s, map, k, by_token, of_q + i * d * LANES, by_token, rows, n, d, 0);
-          product(s, turned, q + i * d * LANES, by_token, of_k, by_token, n, rows, d, 1);
-        }
-        scatter(of_q, grad_qkv + at, d, n, batch, b, scale_of(d));
-        scatter(of_k, grad_qkv + at + rest, d, n, batch, b, 1);
-        scatter(of_v, grad_qkv + at + 2 * rest, d, n, batch, b, 1);
+        const long at = (t * 3 * heads + h) * size;
+        for (int i = 0; i < 3; i++) gather(qkv + at + i * heads * size, q + i * part, d, n, batch, b, row, LANES);
+        gather(grad + (t * heads + h) * size, g, d, n, batch, b, row, LANES);
+        memset(of_q, 0, 3 * part * sizeof(REAL));
+        attend_backward(q, q + part, q + 2 * part, g, of_q, of_q + part, of_q + 2 * part, space, d, n, row, LANES);
+        for (int i = 0; i < 3; i++) scatter(of_q + i * part, NULL, grad_qkv + at + i * heads * size, d, n, batch, b, row, LANES);
       }
   free(q);
   return 0;
+}
+
+/* --- x + W_p attention(W norm(x) + b) + b_p ------------------------------------------------------------------------------
+
+   The weights `w` of one network: gain and shift of the norm (c), W (3 c, c), b (3 c), W_p (c, c) and b_p (c). */
+
+/* Sizes of what is worked on at once: whole vectors of images, with enough positions for the products. */
+typedef struct {
+  long images, positions, row;
+} group;
+
+static group group_of(long n, long batch) {
+  group s = {LANES, 0, 0};
+  while (s.images < batch && n * s.images < 2 * BLOCK) s.images *= 2;
+  s.positions = (n * s.images + SLAB - 1) / SLAB * SLAB;
+  s.row = s.positions + LANES;
+  return s;
+}
+
+/* x and y (c, n, B); `kept` (c, n, B), the input of W_p, is returned for the backward pass. */
+int attention_layer_forward(const REAL *x, const REAL *const *w, REAL *kept, REAL *y, long c, long heads, long n, long batch,
+                            double eps) {
+  const group s = group_of(n, batch);
+  const long d = c / heads, each = c * s.row;
+  REAL *u = numbers(5 * each + SLAB + 3 * c * c + 3 * c + attention_space(n)), *qkv = u + each, *out = qkv + 3 * each;
+  REAL *scale = out + each, *v = scale + SLAB, *e = v + 3 * c * c, *space = e + 3 * c;
+  if (!u) return 1;
+  memset(u, 0, 5 * each * sizeof(REAL));
+  with_norm(w[2], w[3], w[0], w[1], v, e, 3 * c, c);
+  for (long b = 0; b < batch; b += s.images) {
+    gather(x, u, c, n, batch, b, s.row, s.images);
+    for (long p = 0; p < s.positions; p += SLAB) {
+      normalise(u + p, scale, s.row, c, (REAL)eps);
+      multiply(v, u + p, qkv + p, e, s.row, 3 * c, c, 0);
+    }
+    for (long h = 0; h < heads; h++)
+      for (long l = 0; l < s.images; l += LANES) {
+        REAL *q = qkv + h * d * s.row + l;
+        attend(q, q + each, q + 2 * each, out + h * d * s.row + l, space, d, n, s.row, s.images);
+      }
+    for (long p = 0; p < s.positions; p += SLAB) multiply(w[4], out + p, u + p, w[5], s.row, c, c, 0);
+    if (kept) scatter(out, NULL, kept, c, n, batch, b, s.row, s.images);
+    scatter(u, x, y, c, n, batch, b, s.row, s.images);
+    memset(u, 0, each * sizeof(REAL)); /* positions that fill up a slab */
+  }
+  free(u);
+  return 0;
+}
+
+/* The gradients `to` of the weights and of x, given grad, the gradient of y. */
+int attention_layer_backward(const REAL *x, const REAL *kept, const REAL *const *w, const REAL *grad, REAL *grad_x,
+                             REAL *const *to, long c, long heads, long n, long batch, double eps) {
+  const group s = group_of(n, batch);
+  const long d = c / heads, each = c * s.row, sums = (4 * c * c + 4 * c) * LANES;
+  REAL *u = numbers(10 * each + sums + s.row + 7 * c * c + 3 * c + attention_space(n)), *qkv = u + each, *y = qkv + 3 * each;
+  if (!u) return 1;
+  REAL *g = y + each, *of_y = g + each, *of_qkv = of_y + each, *s_qkv = of_qkv + 3 * each, *s_p = s_qkv + 3 * c * c * LANES;
+  REAL *s_b = s_p + c * c * LANES, *s_bp = s_b + 3 * c * LANES, *scale = s_bp + c * LANES, *v = scale + s.row;
+  REAL *vt = v + 3 * c * c, *pt = vt + 3 * c * c, *e = pt + c * c, *space = e + 3 * c;
+  memset(u, 0, (10 * each + sums) * sizeof(REAL));
+  with_norm(w[2], w[3], w[0], w[1], v, e, 3 * c, c);
+  transpose(v, vt, 3 * c, c);
+  transpose(w[4], pt, c, c);
+  for (long b = 0; b < batch; b += s.images) {
+    gather(x, u, c, n, batch, b, s.row, s.images);
+    gather(kept, y, c, n, batch, b, s.row, s.images);
+    gather(grad, g, c, n, batch, b, s.row, s.images);
+    for (long p = 0; p < s.positions; p += SLAB) {
+      normalise(u + p, scale + p, s.row, c, (REAL)eps);
+      multiply(v, u + p, qkv + p, e, s.row, 3 * c, c, 0);
+      multiply(pt, g + p, of_y + p, NULL, s.row, c, c, 0);
+    }
+    add_products(g, y, s_p, s.row, c, c, s.positions);
+    add_sums(g, s_bp, s.row, c, s.positions);
+    for (long i = c; i < 3 * c; i++) memset(of_qkv + i * s.row, 0, s.positions * sizeof(REAL));
+    for (long h = 0; h < heads; h++)
+      for (long l = 0; l < s.images; l += LANES) {
+        const long at = h * d * s.row + l;
+        REAL *q = qkv + at, *of_q = of_qkv + at;
+        attend_backward(q, q + each, q + 2 * each, of_y + at, of_q, of_q + each, of_q + 2 * each, space, d, n, s.row, s.images);
+      }
+    add_products(of_qkv, u, s_qkv, s.row, 3 * c, c, s.positions);
+    add_sums(of_qkv, s_b, s.row, 3 * c, s.positions);
+    for (long p = 0; p < s.positions; p += SLAB) {
+      multiply(vt, of_qkv + p, g + p, NULL, s.row, c, 3 * c, 0);
+      normalise_backward(g + p, u + p, scale + p, s.row, c);
+    }
+    scatter(g, grad, grad_x, c, n, batch, b, s.row, s.images);
+  }
+  finish(s_qkv, to[2], 3 * c * c);
+  finish(s_b, to[3], 3 * c);
+  finish(s_p, to[4], c * c);
+  finish(s_bp, to[5], c);
+  of_norm(w[2], w[0], w[1], to[2], to[3], to[0], to[1], 3 * c, c);
+  free(u);
+  return 0;
+}
+
+/* --- consecutive blocks of transformers ---------------------------------------------------------------------------------- */
+
+#define WEIGHTS 12 /* of a block: those of the attention layer, and gain, shift, W1, b1, W2 and b2 of the MLP */
+
+int mlp_forward(const REAL *, const REAL *, const REAL *, const REAL *, const REAL *, const REAL *, const REAL *,
+                const REAL *, REAL *, long, long, long, long, double);
+int mlp_backward(const REAL *, const REAL *, const REAL *, const REAL *, const REAL *, const REAL *, const REAL *, const REAL *,
+                 REAL *, REAL *, REAL *, REAL *, REAL *, REAL *, REAL *, long, long, long, long, double);
+
+/* y (T c, n, B) from x and the weights of each block; `kept` of T 3 blocks c n B numbers is filled for the backward pass
+   unless it is NULL: of each network and block its input, the input of W_p, and that of the MLP. */
+int transformer_forward(const REAL *x, const REAL *const *weights, REAL *kept, REAL *y, long blocks, long networks, long c,
+                        long m, long heads, long n, long batch, double eps) {
+  const long size = c * n * batch, sizes[WEIGHTS] = {c, c, 3 * c * c, 3 * c, c * c, c, c, c, m * c, m, c * m, c};
+  REAL *memory = kept ? kept : numbers(3 * size);
+  int failed = !memory;
+  for (long t = 0; t < networks && !failed; t++)
+    for (long l = 0; l < blocks && !failed; l++) {
+      const REAL *w[WEIGHTS];
+      for (int i = 0; i < WEIGHTS; i++) w[i] = weights[l * WEIGHTS + i] + t * sizes[i];
+      REAL *in = kept ? kept + (t * blocks + l) * 3 * size : memory, *middle = in + 2 * size;
+      REAL *next = l + 1 == blocks ? y + t * size : kept ? in + 3 * size : in;
+      if (l == 0) memcpy(in, x + t * size, size * sizeof(REAL));
+      failed = attention_layer_forward(in, w, kept ? in + size : NULL, middle, c, heads, n, batch, eps) ||
+               mlp_forward(middle, w[6], w[7], w[8], w[9], w[10], w[11], middle, next, 1, c, m, n * batch, eps);
+    }
+  if (!kept) free(memory);
+  return failed;
+}
+
+/* grad_x and the gradients of all weights, given grad, the gradient of y, and what the forward pass kept. */
+int transformer_backward(const REAL *grad, const REAL *const *weights, const REAL *kept, REAL *grad_x, REAL *const *grads,
+                         long blocks, long networks, long c, long m, long heads, long n, long batch, double eps) {
+  const long size = c * n * batch, sizes[WEIGHTS] = {c, c, 3 * c * c, 3 * c, c * c, c, c, c, m * c, m, c * m, c};
+  REAL *inner = numbers(size);
+  int failed = !inner;
+  for (long t = 0; t < networks && !failed; t++)
+    for (long l = blocks - 1; l >= 0 && !failed; l--) {
+      const REAL *w[WEIGHTS], *in = kept + (t * blocks + l) * 3 * size, *g = (l + 1 == blocks ? grad : grad_x) + t * size;
+      REAL *to[WEIGHTS];
+      for (int i = 0; i < WEIGHTS; i++) {
+        w[i] = weights[l * WEIGHTS + i] + t * sizes[i];
+        to[i] = grads[l * WEIGHTS + i] + t * sizes[i];
+      }
+      failed = mlp_backward(in + 2 * size, w[6], w[7], w[8], w[9], w[10], g, g, inner, to[6], to[7], to[8], to[9], to[10],
+                            to[11], 1, c, m, n * batch, eps) ||
+               attention_layer_backward(in, in + size, w, inner, grad_x + t * size, to, c, heads, n, batch, eps);
+    }
+  free(inner);
+  return failed;
 }

@@ -37,9 +37,13 @@ typedef REAL vec __attribute__((vector_size(WIDTH), aligned(sizeof(REAL)), may_a
 INLINE vec get(const REAL *p) { return *(const vec *)p; }
 INLINE void put(REAL *p, vec v) { *(vec *)p = v; }
 INLINE REAL total(vec v) {
+#if defined(__AVX512F__) && !DOUBLE
+  return _mm512_reduce_add_ps((__m512)v);
+#else
   REAL sum = 0;
   for (int i = 0; i < LANES; i++) sum += v[i];
   return sum;
+#endif
 }
 INLINE REAL *numbers(long count) {
   void *p = NULL;
