@@ -1,7 +1,6 @@
 """Registered data sets and users' arrays: what is read, where it is looked for, and what is refused."""
 
 import gzip
-import importlib.util
 import io
 import pickle
 import struct
@@ -12,10 +11,9 @@ from typing import ClassVar
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 from sklearn.datasets import load_digits
 
-from weightscope.data import Dataset, load, readers, registry
+from weightscope.data import Dataset, load, registry
 from weightscope.data.image_section import dataset_info
 from weightscope.data.registry import DATASETS
 from weightscope.errors import DataError, UsageError
@@ -31,18 +29,13 @@ SIZES = {
 
 @pytest.fixture(autouse=True)
 def nowhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Small data sets, no data on this machine, and no network."""
+    """Small data sets, and no data on this machine."""
     for name, (train, test, _, _, classes) in SIZES.items():
         small = {"train": train, "test": test, "classes": classes}
         monkeypatch.setitem(DATASETS.details, name, DATASETS.details[name] | small)
     monkeypatch.delenv("WEIGHTSCOPE_DATA", raising=False)
     monkeypatch.setattr(registry, "SHARED", tmp_path / "shared")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(readers, "_download", _no_network)
-
-
-def _no_network(repository: str, file: str) -> Path:
-    raise OSError("no network")
 
 
 def random_images(count: int, channels: int, size: int, classes: int) -> tuple[np.ndarray, np.ndarray]:
@@ -272,53 +265,6 @@ def test_python_files_of_another_kind_are_refused(tmp_path: Path, batch: object,
     with pytest.raises(DataError, match=f"data_batch_1: .*{match}"):
         load("cifar10", tmp_path)
     assert not (tmp_path / "was-run").exists()
-
-
-@pytest.mark.parametrize(
-    ("pyarrow", "match"),
-    [("there", r"downloading from the Hugging Face Hub failed \(no network\)"), (None, "pip install pyarrow")],
-)
-def test_what_is_not_fetched_says_why(tmp_path: Path, monkeypatch, pyarrow: str | None, match: str) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: pyarrow)
-    with pytest.raises(DataError, match=match):
-        load("cifar10", tmp_path)
-
-
-def test_fetched_files_are_read(tmp_path: Path, monkeypatch) -> None:
-    paths, images, labels = _write_parquet(tmp_path)
-    monkeypatch.setattr(readers, "_download", lambda repository, file: paths["train" if "/train-" in file else "test"])
-    data = load("cifar100", train=25)
-    assert np.array_equal(data.train_images, images[:25])
-    assert np.array_equal(data.test_labels, labels[30:])
-
-
-def test_fetched_files_of_another_kind_are_refused(tmp_path: Path, monkeypatch) -> None:
-    paths, *_ = _write_parquet(tmp_path)
-    monkeypatch.setattr(readers, "_download", lambda location, part: paths["test"])
-    with pytest.raises(DataError, match="expected 30 rows, found 10"):
-        load("cifar100")
-    paths["test"].write_bytes(b"PAR1 but not really PAR1")
-    with pytest.raises(DataError, match="cannot be read as Parquet"):
-        load("cifar100")
-
-
-def _write_parquet(folder: Path) -> tuple[dict[str, Path], np.ndarray, np.ndarray]:
-    pyarrow = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
-    from pyarrow import parquet
-
-    train, test, *_ = SIZES["cifar100"]
-    images, labels = random_images(train + test, 3, 32, 100)
-    cells = []
-    for image in images:
-        stream = io.BytesIO()
-        Image.fromarray(image.transpose(1, 2, 0)).save(stream, "PNG")
-        cells.append({"bytes": stream.getvalue(), "path": None})
-    paths = {}
-    for part, rows in (("train", slice(0, train)), ("test", slice(train, None))):
-        table = {"img": cells[rows], "fine_label": labels[rows].tolist(), "coarse_label": [0] * len(labels[rows])}
-        paths[part] = folder / f"{part}.parquet"
-        parquet.write_table(pyarrow.table(table), paths[part])
-    return paths, images, labels
 
 
 def _own() -> list[np.ndarray]:

@@ -25,7 +25,6 @@ from weightscope.benchmarking.statistics import (
     control_of,
     has_fields,
     seed_differences,
-    summarise,
 )
 from weightscope.data.metrics import ACCURACY, LOSS, Metric, metric_named
 from weightscope.errors import DataError
@@ -247,13 +246,12 @@ class BenchResult(Result):
         """The pictures that these results have, by name, each a function of the file to write (or None).
 
         `convergence` (one cell), `differences` (paired), `scale` and `correlations` (with controls), `along-AXIS` for
-        each axis, `along-parameters` where they differ in number (thesis Fig. 2.1), `map-X-Y` for each pair of axes,
-        `accuracy-by-length` where the task evaluates sequences of several lengths. By default each title says the
-        finding.
+        each axis, `along-parameters` where they differ in number (thesis Fig. 2.1), `map-X-Y` for each pair of axes. By
+        default each title says the finding.
         """
         from weightscope import plots  # imports matplotlib
 
-        found = _pictures(self.runs, self.arms, self.metric, self.metrics)
+        found = _pictures(self.runs, self.arms, self.metric)
 
         def drawn(name: str, path: str | Path | None = None) -> "Figure":
             draw, said = found[name]
@@ -381,7 +379,7 @@ Picture = tuple[Callable[..., Any], str | None]
 _LARGEST_MAPS = 6
 
 
-def _pictures(runs: Rows, arms: Rows, metric: Metric, metrics: Sequence[Metric]) -> dict[str, Picture]:
+def _pictures(runs: Rows, arms: Rows, metric: Metric) -> dict[str, Picture]:
     """The pictures of some results by name, the main one first."""
     from weightscope import plots  # imports matplotlib
 
@@ -400,14 +398,6 @@ def _pictures(runs: Rows, arms: Rows, metric: Metric, metrics: Sequence[Metric])
             out[shown] = partial(plots.scale_and_structure, all_arms, metric=metric, control=kind), said
     if not axes and any(row["difference"] is not None for row in arms):
         out["differences"] = partial(_drawn_differences, runs, metric), found
-    if not axes and (by_length := _by_length(runs, metrics)):
-        chance = {"chance": all_arms[0].get("chance")}  # of a token, at every length
-        drawn = {
-            length: [row | chance for row in rows if row["mean"] is not None] for length, rows in by_length.items()
-        }
-        said = finding(by_length[max(by_length)])
-        said = said and f"At {max(by_length)}x the length: {said}"
-        out["accuracy-by-length"] = partial(plots.accuracy_by_length, drawn), said
     references = [row for row in all_arms if row["p_holm"] is None]
     for pair in combinations(axes, 2):
         for name, rows in list(_maps(arms, *pair).items())[:_LARGEST_MAPS]:
@@ -448,19 +438,6 @@ def _maps(arms: Rows, x: str, y: str) -> dict[str, list[dict[str, Any]]]:
             parts = [label_without(row["init"], x, y), point_text(rest), epochs_text(row["epochs"])]
             groups.setdefault(", ".join(filter(None, parts)), []).append(row)
     return groups
-
-
-def _by_length(runs: Rows, metrics: Sequence[Metric]) -> dict[int, Rows]:
-    """Multiple of the training length -> rows of the arms of the longest training; empty unless there are several."""
-    lengths = {metric.length: metric for metric in metrics if metric.key.startswith(ACCURACY.key)}
-    if len(lengths) < 2:
-        return {}
-    epochs = max(run["epochs"] for run in runs)
-    found: dict[int, Rows] = {
-        length: [row for row in summarise(runs, metric) if row["epochs"] == epochs]
-        for length, metric in sorted(lengths.items())
-    }
-    return found if all(any(row["mean"] is not None for row in rows) for rows in found.values()) else {}
 
 
 def finding(arms: Rows, metric: Metric = ACCURACY) -> str | None:

@@ -26,7 +26,6 @@ from weightscope.statistics.index_effects import described
 _NOT_RESULTS = ("diverged", "duplicate", "init", "learning_rate", "weight_decay")
 _PAIRS = 30  # rows of the table
 _CURVES = 6  # lines of a picture
-_ACROSS = 6  # layers in a row of filters
 _CSS_PIXELS = 96  # per inch
 
 
@@ -44,9 +43,9 @@ def write_page(population: Population, path: str | Path, select: str | Sequence[
     """Write the page of a population; returns its path.
 
     It shows the metrics of the networks, the correlations of `covariance_exchangeable` of the selected tensors as a map
-    and as a table of the strongest pairs, the correlations that every block has over depth, the variance of each filter
-    position and, if there are snapshots, the strongest correlations over training (`emergence`). Of `population.at(4)`,
-    it shows the weights of that snapshot. If the networks' permutations are unknown, the page says so.
+    and as a table of the strongest pairs, the correlations that every block has over depth and, if there are snapshots,
+    the strongest correlations over training (`emergence`). Of `population.at(4)`, it shows the weights of that
+    snapshot. If the networks' permutations are unknown, the page says so.
 
     Example:
         >>> write_page(Population("digits.pop"), "page.html")
@@ -105,7 +104,7 @@ def population_sections(population: Population, found: ExchangeableCovariance | 
     elif len(sure) > _PAIRS:
         text.append(f"The table has the {_PAIRS} of {len(sure)} pairs with the smallest p (< 0.05, adjusted for all).")
     caption = "Outside the blocks on the diagonal: correlations between tensors and between layers."
-    pictures = [(found.plot(), caption), *_over_depth(found), *_filters(found)]
+    pictures = [(found.plot(), caption), *_over_depth(found)]
     return [*sections, Section("Correlations of the weights", text, pictures, (heads, rows) if rows else None)]
 
 
@@ -158,23 +157,3 @@ def _over_depth(found: ExchangeableCovariance) -> list[tuple[Any, str]]:
         curves.append(plots.Curve(name, range(len(order)), {"correlation": r}, {"correlation": errors}))
     figure = plots.depth_curves(curves, [plots.Statistic("correlation", "correlation", 0.0)], axis="block")
     return [(figure, "Correlations within a block, over depth, with 95 % intervals.")]
-
-
-def _filters(found: ExchangeableCovariance) -> list[tuple[Any, str]]:
-    """The variance of each position of depthwise filters, over channels and networks, against the layer's mean."""
-    grids = {}
-    for one in found.types:
-        for view in one.kind.views:
-            *others, h, w = view.shape if len(view.shape) == 4 else (0, 1, 1)
-            fixed_pixels = view.multiplicity == h * w > 4 and view.axes[-2:] == (None, None)
-            if one.kind.groups and fixed_pixels and others[1:] == [1]:
-                grid = one.covariance.diagonal()[one.kind.slices[view.name]].reshape(1, 1, h, w)
-                grids[view.name] = grid / grid.mean() - 1
-    names, _ = plots.theme.short_names([*grids])
-    panels = [plots.Panel(grid, name) for name, grid in zip(names, grids.values(), strict=True)]
-    rows = [panels[i : i + _ACROSS] for i in range(0, len(panels), _ACROSS)]
-    return (
-        [(plots.filter_page(rows), "The variance of each filter position, relative to the mean of its layer, minus 1.")]
-        if rows
-        else []
-    )

@@ -128,7 +128,7 @@ def load(
     """Read a registered data set or a folder of images, or check one of your own.
 
     Files are searched for in `root`, in the folder named by the environment variable WEIGHTSCOPE_DATA, in `./data`
-    and in /usr/share/datasets, in this order; then on the Hugging Face Hub, if pyarrow is installed.
+    and in /usr/share/datasets, in this order.
 
     `source` is a registered name (`weightscope list datasets`); `"package.module:factory"` or a function without
     arguments, which returns (train_images, train_labels, test_images, test_labels), see `Dataset.from_arrays`, or a

@@ -1,13 +1,11 @@
 """Readers of the registered data sets: CIFAR, scikit-learn's digits and Fashion-MNIST.
 
 Each is `read(info, root, train, test)`: the first training and test images, in the files' order, of the data set that
-`info` describes, searched for in `root` first. Files that are missing or damaged are a `DataError`. CIFAR and
-Fashion-MNIST are downloaded from the Hugging Face Hub if they are found nowhere and pyarrow is installed.
+`info` describes, searched for in `root` first. Files that are missing or damaged are a `DataError`.
 """
 
 import gzip
 import importlib.util
-import io
 import pickle
 from math import prod
 from pathlib import Path
@@ -15,7 +13,6 @@ from typing import Any
 
 import numpy as np
 
-from weightscope._util.names import shortened
 from weightscope.data.images import reading
 from weightscope.data.registry import DATASETS, Arrays, DatasetInfo, Part, search_folders
 from weightscope.errors import DataError
@@ -37,12 +34,12 @@ def find(root: Path | None, *layouts: Layout) -> tuple[Path, Layout] | None:
     return None
 
 
-def missing(info: DatasetInfo, root: Path | None, instead: str = "") -> DataError:
+def missing(info: DatasetInfo, root: Path | None) -> DataError:
     """The error that says where files were searched for, and how to get them."""
     looked = ", ".join(str(folder.absolute()) for folder in search_folders(root))
     return DataError(
         f"{info.name}: expected its files in one of {looked}, found none; {info.how_to_get}; "
-        f"or name another folder with --data or WEIGHTSCOPE_DATA{'; ' + instead if instead else ''}"
+        "or name another folder with --data or WEIGHTSCOPE_DATA"
     )
 
 
@@ -80,7 +77,7 @@ _CIFAR: dict[str, list[tuple[str, tuple[str, ...], str, int | str]]] = {
     ],
 }
 _SIZES = {"channels": 3, "size": 32, "train": 50_000, "test": 10_000}
-_HOW = "unpack the official files so that one of these contains"
+_HOW = "unpack the official files (or torchvision's) so that one of these contains"
 
 
 @DATASETS.register("cifar100", **_SIZES, classes=100, how_to_get=f"{_HOW} `cifar-100-binary/train.bin`")
@@ -90,7 +87,7 @@ def cifar(info: DatasetInfo, root: Path | None, train: int, test: int) -> Arrays
     versions = {(version[0], (*version[1], version[2])): version for version in _CIFAR[info.name]}
     found = find(root, *versions)
     if found is None:
-        return _from_hub(info, root, train, test)
+        raise missing(info, root)
     folder, (_, train_files, test_file, labels) = found[0], versions[found[1]]
     each = info.train // len(train_files)
     files = [folder / name for name in train_files[: -(-train // each)]]
@@ -180,7 +177,7 @@ def fashion_mnist(info: DatasetInfo, root: Path | None, train: int, test: int) -
     """Fashion-MNIST; an uncompressed file is preferred to a compressed one."""
     found = find(root, *_FASHION)
     if found is None:
-        return _from_hub(info, root, train, test)
+        raise missing(info, root)
 
     def part(images: str, labels: str, count: int) -> Part:
         paths = [found[0] / images, found[0] / labels]
@@ -193,7 +190,7 @@ def fashion_mnist(info: DatasetInfo, root: Path | None, train: int, test: int) -
 
 
 def fashion_mnist_at_hand(root: Path | None = None) -> bool:
-    """Whether its files are in one of the folders that are searched, so that nothing is downloaded."""
+    """Whether its files are in one of the folders that are searched."""
     return find(root, *_FASHION) is not None
 
 
@@ -209,51 +206,3 @@ def _read_idx(path: Path, shape: tuple[int, ...]) -> np.ndarray:
             f"{raw[: len(header)].hex(' ') or 'nothing'}; download it again"
         )
     return np.frombuffer(raw, np.uint8, offset=len(header)).reshape(shape)
-
-
-# --- the Hugging Face Hub, which has Parquet files of PNG images -----------------------------------------------------
-
-TIMEOUT = 5  # seconds until the Hub must respond, so that a machine without a network does not wait
-
-LOCATIONS = {  # organisation/name, the folder of its two files, the columns of images and labels
-    "fashion-mnist": ("zalando-datasets/fashion_mnist", "fashion_mnist", "image", "label"),
-    "cifar10": ("uoft-cs/cifar10", "plain_text", "img", "label"),
-    "cifar100": ("uoft-cs/cifar100", "cifar100", "img", "fine_label"),
-}
-
-
-def _from_hub(info: DatasetInfo, root: Path | None, train: int, test: int) -> Arrays:
-    """The first training and test images in the order of the Hub's files, which its client keeps in its cache."""
-    if importlib.util.find_spec("pyarrow") is None:
-        raise missing(info, root, "or `pip install pyarrow` to download it from the Hugging Face Hub")
-    repository, folder, *columns = LOCATIONS[info.name]
-    try:
-        paths = [_download(repository, f"{folder}/{part}-00000-of-00001.parquet") for part in ("train", "test")]
-    except OSError as error:
-        reason = shortened(" ".join(str(error).split()), 200)
-        raise missing(info, root, f"downloading from the Hugging Face Hub failed ({reason})") from error
-    first = _read_parquet(paths[0], columns, info, info.train, train)
-    return *first, *_read_parquet(paths[1], columns, info, info.test, test)
-
-
-def _download(repository: str, file: str) -> Path:
-    """The path of one file in the Hub client's cache, downloaded if necessary; OSError if it cannot be."""
-    from huggingface_hub import hf_hub_download
-
-    return Path(hf_hub_download(repository, file, repo_type="dataset", etag_timeout=TIMEOUT))
-
-
-def _read_parquet(path: Path, columns: list[str], info: DatasetInfo, rows: int, count: int) -> Part:
-    """The first images and labels of one file of compressed images."""
-    from PIL import Image
-    from pyarrow import parquet
-
-    with reading(path, "Parquet", "delete it to download it again"):
-        table = parquet.read_table(path, columns=columns)
-        if table.num_rows != rows:
-            raise DataError(f"{path}: expected {rows} rows, found {table.num_rows}")
-        mode = "L" if info.channels == 1 else "RGB"
-        cells, labels = (column.to_pylist() for column in table.slice(0, count).columns)
-        pixels = [np.asarray(Image.open(io.BytesIO(cell["bytes"])).convert(mode)) for cell in cells]
-        images = np.stack(pixels).reshape(count, info.size, info.size, info.channels).transpose(0, 3, 1, 2)
-    return checked_part(images, np.array(labels), info, path)
