@@ -27,7 +27,6 @@ def main(out: Path = HERE / "closed_form.png") -> None:
     figure = plots.matrix_grid(
         [[blocks(matrix) for matrix in (c, s, m, conv_covariance(SIDE, SIGMA))]],
         column_labels=("C, moving bumps", "S, one bump", "M, mask", "Σ = (M (C - S) + S C) / 2"),
-        clip=None,
         quantity="entries",
         title=f"The closed form at k = {SIDE}, σ = π/2: block (i, j) is the covariance of pixel (i, j) with all",
     )
@@ -43,7 +42,6 @@ def main(out: Path = HERE / "closed_form.png") -> None:
         [covariances, samples],
         row_labels=("covariance", f"{SIDE**2} filters"),
         column_labels=[f"depth {depth:g}, σ = {SCHEDULE(depth):.2f}" for depth in DEPTHS],
-        clip=None,
         quantity="entries",
         title="From the first layer to the last: σ grows quadratically, and filters become larger and smoother",
     )

@@ -14,10 +14,10 @@ HERE = Path(__file__).parent
 
 
 def products(network: torch.nn.Module) -> list[np.ndarray]:
-    """W_Q W_K^T of the first head and W_V W_O of all heads, in the first layer: two (d, d) matrices."""
+    """W_Q W_K^T of the first head and W_V W_O of all heads, in the first layer: their first 64 rows and columns."""
     part = attention(network)[0]
     q, k, v, o = (part.read(name) for name in "qkvo")
-    return [(q[0] @ k[0].T).numpy(), (v @ o).sum(0).numpy()]
+    return [matrix[:64, :64].numpy() for matrix in (q[0] @ k[0].T, (v @ o).sum(0))]
 
 
 def main(out: Path = HERE / "initialisers.png") -> None:
@@ -33,6 +33,7 @@ def main(out: Path = HERE / "initialisers.png") -> None:
         np.stack([np.stack(pair) for pair in zip(before, after, strict=True)]),
         row_labels=("query-key", "value-output"),
         column_labels=("default", "mimetic"),
+        quantity="value, upper left 64 × 64 of 192 × 192",
         title="Mimetic attention: one product towards the identity, the other away from it",
     )
     plots.save(figure, out.with_name(f"{out.stem}_attention{out.suffix}"))

@@ -69,7 +69,6 @@ def gallery() -> dict[str, Callable[[], Axes | Figure]]:
             many,
             row_labels=["head 0", "head 1", "default initialisation"],
             column_labels=[f"layer {i}" for i in range(7)],
-            clip=32,
             title=title,
         ),
         "small grid": lambda: plots.matrix_grid(one, row_labels=["before"], title=title),

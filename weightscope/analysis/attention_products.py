@@ -27,7 +27,6 @@ from weightscope.anatomy import (
     Parts,
     SSMPart,
     attention,
-    chosen_layers,
     named_tensors,
     parts_of,
 )
@@ -284,7 +283,6 @@ class ModelProducts:
         source: Any,
         label: str = "",
         config: Mapping[str, Any] | None = None,
-        layers: Any = None,
         clip: int | None = None,
     ) -> None:
         source = open_network(source)
@@ -298,10 +296,9 @@ class ModelProducts:
             attention(self.tensors)  # without any, it says what there is
             name, why = next(iter(self.skipped.items()))
             raise AnatomyError(f"expected self-attention, found none: `{name}`: {why}")
-        chosen = chosen_layers(usable, layers)
         self.skipped |= {unread.name: unread.why for unread in (*found.unread, *state_spaces.unread)}
-        self.parts = [part for part in chosen if isinstance(part, AttentionPart)]
-        self.state_spaces = [part for part in chosen if isinstance(part, SSMPart)]
+        self.parts = [part for part in usable if isinstance(part, AttentionPart)]
+        self.state_spaces = [part for part in usable if isinstance(part, SSMPart)]
         self.label = label
         self.nonfinite: dict[str, int] = {}
         self.rows: list[Row] = []
@@ -346,7 +343,6 @@ def products(
     *sources: Any,
     labels: Sequence[str] | None = None,
     config: Mapping[str, Any] | None = None,
-    layers: int | Sequence[int] | None = None,
     fold_norms: bool = False,
     fold_scales: bool = False,
     clip: int | None = 64,
@@ -367,7 +363,6 @@ def products(
         sources: models: paths, `hf://org/name[@revision]`, `Checkpoint`s, modules, mappings of tensors.
         labels: one for each source; by default taken from paths and classes.
         config: of the model, for mappings and files without one; `{"num_attention_heads": H}` is enough.
-        layers: indices of layers, from 0; None for all.
         fold_norms: multiply the gain g of the normalisation before the attention into what reads its output:
             `diag(g) W_Q W_K^T diag(g)` and `diag(g) W_V W_O`. Its subtraction of the mean is not folded in.
         fold_scales: multiply LayerScale's factors s (d,), half of which may be negative, into what the attention adds
@@ -390,7 +385,7 @@ def products(
     names = labels_of([label_of(source) for source in sources], labels)
     folded = {"fold_norms": fold_norms, "fold_scales": fold_scales}
     out = ProductsResult([], {}, [], folded)
-    one: Any = partial(_products_of, config=config, layers=layers, clip=clip, folded=folded)
+    one: Any = partial(_products_of, config=config, clip=clip, folded=folded)
     items = list(zip(sources, names, strict=True))
     if len(items) == 1:
         out += one(items[0])
@@ -407,13 +402,11 @@ def products(
     return out
 
 
-def _products_of(
-    item: tuple[Any, str], *, config: Any, layers: Any, clip: int | None, folded: Mapping[str, bool]
-) -> ProductsResult:
+def _products_of(item: tuple[Any, str], *, config: Any, clip: int | None, folded: Mapping[str, bool]) -> ProductsResult:
     """The products of one model, with its label, and what is known about the model."""
     source, label = item
     try:
-        model = ModelProducts(source, label, config, layers, clip)
+        model = ModelProducts(source, label, config, clip)
         compute(model, **folded)
     except AnatomyError as error:
         raise AnatomyError(f"{label}: {error}") from error

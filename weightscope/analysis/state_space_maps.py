@@ -93,7 +93,6 @@ class StateSpaceMaps(Result):
             [[layer.map for layer in self.layers], [layer.mask for layer in self.layers]],
             row_labels=["map", "mask"],
             column_labels=[f"layer {layer.layer}" for layer in self.layers],
-            clip=None,
             quantity="what a token (across) adds to a later one (down), mean over channels",
             title=title,
         )

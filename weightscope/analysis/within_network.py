@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast, get_args
 
 import numpy as np
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from weightscope import anatomy
 from weightscope._util import outputs
@@ -418,8 +419,8 @@ def skeleton(
     """Layers of the same names and shapes as those of one part of a network, with torch's default initialisation.
 
     A baseline to compare trained weights with, and a module for initialisers: `conv_covariance_(skeleton(path), ...)`.
-    It has no forward pass. Torch's global generator does not change. Sources and errors are those of
-    `covariance_within`.
+    Only its MLPs have a forward pass, which tells initialisers what they are. Torch's global generator does not change.
+    Sources and errors are those of `covariance_within`.
 
     Example:
         >>> covariance_within(path, skeleton(path), labels=["trained", "default"])
@@ -429,16 +430,24 @@ def skeleton(
     root = nn.Module()
     with seeded(seed):
         found = PARTS[choice("part", part, PARTS)](where)
-        for name in dict.fromkeys(name for piece in found for name in piece.tensors):
-            path = name.rpartition(".")[0]
-            holder = root
-            *above, last = path.split(".")
+        for name, home in {name: piece.layer.name for piece in found for name in piece.tensors}.items():
+            holder, path = root, ""
+            *above, last = name.rpartition(".")[0].split(".")
             for word in above:
+                path = f"{path}.{word}".removeprefix(".")
                 if word not in holder._modules:
-                    holder.add_module(word, nn.Module())
+                    holder.add_module(word, _MLP() if path == home else nn.Module())
                 holder = holder.get_submodule(word)
             holder.add_module(last, _module(where.shape(name), filters=part == "filters"))
     return root
+
+
+class _MLP(nn.Module):
+    """Runs the layers that it holds: the first, the second and perhaps the gate of an MLP."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second, *gate = (one for one in self.modules() if isinstance(one, nn.Linear))
+        return second(F.gelu(gate[0](x)) * first(x) if gate else F.gelu(first(x)))
 
 
 def _module(shape: tuple[int, ...], *, filters: bool) -> nn.Module:
@@ -464,7 +473,6 @@ def covariance_within(
     labels: Sequence[str | None] | None = None,
     config: Mapping[str, Any] | None = None,
     keep: int = KEPT,
-    seed: int = 0,
 ) -> NetworkCovariances:
     """Covariances of the filters, rows, columns or patches of networks, layer by layer (thesis Eq. 3.3, Fig. 3.1).
 
@@ -486,7 +494,6 @@ def covariance_within(
         labels: a name for each source; None for its own name.
         config: hints for state dicts, as in `weightscope.anatomy`.
         keep: the largest P for which the covariance matrix is kept; above it, only the spectrum and the statistics.
-        seed: of the random choice of 64 filters of each layer that are kept for pictures.
 
     AnatomyError, with what there is, if a network has no such part; DataError if a source cannot be read, or no
     layer of it has 2 finite samples. Source: thesis 3.1.1; MLP paper 3 (rows and columns).
@@ -510,7 +517,7 @@ def covariance_within(
             slices = list(PARTS[choice("part", part, PARTS)](tensors))
         except AnatomyError as error:
             raise AnatomyError(f"{label}: {error}") from None
-        mine = [_layer(label, piece, keep, seed) for piece in slices]
+        mine = [_layer(label, piece, keep) for piece in slices]
         if all(layer.moments is None for layer in mine):
             raise DataError(f"{label}: no layer has 2 finite samples; `{mine[0].name}`: {mine[0].problem}")
         layers += mine
@@ -520,7 +527,7 @@ def covariance_within(
     return NetworkCovariances(part, tuple(names), tuple(layers), unread)
 
 
-def _layer(label: str, piece: _Samples, keep: int, seed: int) -> Layer:
+def _layer(label: str, piece: _Samples, keep: int) -> Layer:
     samples = piece.read()
     shape = piece.layer.shape or (samples.shape[1],)
     nonfinite = int(samples.size - np.isfinite(samples).sum())
@@ -534,6 +541,6 @@ def _layer(label: str, piece: _Samples, keep: int, seed: int) -> Layer:
     most = SAMPLES if layer.stage is not None else _PATCHES
     shown = samples
     if len(samples) > most:
-        shown = samples[np.sort(np.random.default_rng(seed).choice(len(samples), most, replace=False))]
+        shown = samples[np.sort(np.random.default_rng(0).choice(len(samples), most, replace=False))]
     focus = centre_focus(samples, (shape[1], shape[2]), moments)
     return replace(layer, moments=moments, focus=focus, examples=shown.reshape(-1, *shape))

@@ -14,7 +14,6 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.patches import Rectangle
 
-from weightscope._util.checks import count
 from weightscope.errors import DataError, UsageError
 from weightscope.plots import theme
 from weightscope.plots.covariance import checked_square
@@ -86,27 +85,23 @@ def matrix_grid(
     *,
     row_labels: Sequence[str] = (),
     column_labels: Sequence[str] = (),
-    clip: int | None = 64,
     quantity: str = "value",
     title: str | None = None,
 ) -> Figure:
     """Matrices in rows and columns, such as Q K^T of every head (down) and layer (across) (thesis, Fig. 3.17 and 3.23).
 
-    `matrices` (R, C, m, n), or R sequences of C matrices and None, are shown up to row and column `clip`. A row
-    shares one colour scale, centred at zero. It ends at the median over the matrices of the 99.5 % quantile of their
-    absolute values, rounded up, so that one outlying layer does not wash out the others. Matrices that are too
-    large after clipping are averaged over cells of f x f entries, which keeps the contrast of a diagonal; a note says
-    so, with the `quantity`. A matrix that is not finite is drawn as a grey panel and ignored by the colour scale.
+    A row of `matrices` (R, C, m, n), or R sequences of C matrices and None, shares one colour scale, centred at zero.
+    It ends at the median over the matrices of the 99.5 % quantile of their absolute values, rounded up, so that one
+    outlying layer does not wash out the others. Matrices that are too large are averaged over cells of f x f entries,
+    which keeps the contrast of a diagonal; a note says so, with the `quantity`. A matrix that is not finite is drawn as
+    a grey panel and ignored by the colour scale.
 
     Example:
         >>> save(matrix_grid(qk, column_labels=[f"layer {i}" for i in range(12)]), "qk.png")
     """
-    panels, full = _clipped(matrices, None if clip is None else count("clip", clip))
-    panels, factor, size = _sized(panels)
+    panels, factor, size = _sized(_checked(matrices)[0])
     limits = _limits(panels)
     note = f"{quantity}; colours hold {100 * _TYPICAL:g} % of a typical matrix{' of the row' * (len(panels) > 1)}"
-    if clip is not None and clip < max(full):
-        note += f"; upper left {min(full[0], clip)} × {min(full[1], clip)} of {full[0]} × {full[1]}"
     note += f"; cells are means over {factor} × {factor}" if factor > 1 else ""
     labels: dict[str, Any] = {"row_labels": row_labels, "column_labels": column_labels}
     figure, axes = panel_figure(len(panels), len(panels[0]), size, note=note, title=title, **labels)
@@ -129,8 +124,8 @@ def _draw(axes: Sequence[Axes], panels: Sequence[np.ndarray | None], **colours: 
             missing(ax, "not\nfinite")
 
 
-def _clipped(matrices: Any, clip: int | None, *, same: bool = True) -> tuple[_Panels, tuple[int, int]]:
-    """Clipped matrices as float64, of the same shape unless not `same`, and the largest shape before clipping."""
+def _checked(matrices: Any, *, same: bool = True) -> tuple[_Panels, tuple[int, int]]:
+    """Matrices as float64, of the same shape unless not `same`, and the largest shape."""
     lines = [[None if m is None else np.asarray(m) for m in line] for line in matrices]
     shapes = {m.shape for line in lines for m in line if m is not None}
     shape = max(shapes, default=())
@@ -138,7 +133,7 @@ def _clipped(matrices: Any, clip: int | None, *, same: bool = True) -> tuple[_Pa
     if odd or len({len(line) for line in lines}) != 1:
         found = sorted(shapes) or "none"
         raise DataError(f"matrix grid: expected (R, C, m, n) with one shape of matrices, found {found}")
-    return [[None if m is None else m[:clip, :clip].astype(np.float64) for m in line] for line in lines], shape
+    return [[None if m is None else m.astype(np.float64) for m in line] for line in lines], shape
 
 
 def _sized(panels: _Panels) -> tuple[_Panels, int, tuple[float, float]]:
@@ -204,11 +199,9 @@ def product_grid(corners: Mapping[Any, Any], *, widths: Sequence[int] = (), titl
     if len(layers) == 1:  # across, where a page has room; scales of heads differ more than those of layers
         across = [[line[0] / (np.std(line[0]) or 1.0) for line in lines.values()]]
         quantity += ", in units of their std"
-        return matrix_grid(
-            across, row_labels=names, column_labels=list(lines), clip=None, quantity=quantity, title=title
-        )
+        return matrix_grid(across, row_labels=names, column_labels=list(lines), quantity=quantity, title=title)
     return matrix_grid(
-        list(lines.values()), row_labels=list(lines), column_labels=names, clip=None, quantity=quantity, title=title
+        list(lines.values()), row_labels=list(lines), column_labels=names, quantity=quantity, title=title
     )
 
 
@@ -234,7 +227,7 @@ def attention_grid(
     Example:
         >>> save(attention_grid(65 * maps.transpose(1, 0, 2, 3)), "maps.png")
     """
-    panels, full = _clipped(maps, None, same=False)
+    panels, full = _checked(maps, same=False)
     every = np.concatenate([panel.ravel() for line in panels for panel in line if panel is not None])
     top = rounded_up(max(2.0, float(np.quantile(every, _QUANTILE))))
     if corner is not None:
