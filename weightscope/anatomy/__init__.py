@@ -8,6 +8,7 @@ A model is an `nn.Module`, a mapping of tensors (state dict, `Checkpoint`), or a
 lazily. If it has no such part, `AnatomyError` lists the parts that it has.
 """
 
+import copy
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -105,7 +106,10 @@ def parts_of(
 ) -> Parts[Any]:
     """The parts of a kind, one of `FINDERS`, which may be none unless `some` are needed; `strict` as in `attention`."""
     tensors = named_tensors(model, config)
-    parts = (finder or FINDERS[kind])(tensors)
+    found = {} if tensors.found is None else tensors.found
+    if kind not in found:
+        found[kind] = (finder or FINDERS[kind])(tensors)
+    parts = copy.copy(found[kind])
     left, prefix = parts.unread, f"{caller}: " if caller else ""
     if strict is not None and flag("strict", strict) and left:
         raise AnatomyError(f"{prefix}{_refusal(kind, left, len(parts), caller)}")

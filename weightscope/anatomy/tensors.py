@@ -52,6 +52,7 @@ class NamedTensors:
 
     def _know(self, every: Iterable[str], unreadable: Mapping[str, str]) -> None:
         self._alone: dict[frozenset[str], bool] = {}  # parts of a model -> whether all blocks are in them
+        self.found: dict[str, Any] | None = None  # kind of parts -> those found, where an audit asks for them often
         self.every = {name: unreadable.get(name, "") for name in every}
         self.names = tuple(name for name, why in self.every.items() if not why)
 

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
+import torch
+
 from weightscope._util.plugins import REQUIRED, Signature, distribute, is_reference, name_of
 from weightscope._util.threads import one_thread
 from weightscope._util.trust import trusting
@@ -22,7 +24,7 @@ from weightscope.anatomy.from_code import find_attention
 from weightscope.auditing import attention, baselines, filters, layers, selection  # noqa: F401
 from weightscope.auditing.overwritten import track
 from weightscope.auditing.report import EXPECTATIONS, AuditReport, Check, error_in
-from weightscope.auditing.runs import DRAWS, Copy, Measure, Statistic, Trial, by_tensor, compared, pooled
+from weightscope.auditing.runs import DRAWS, Copy, Measure, Run, Statistic, Trial, by_tensor, compared, pooled
 from weightscope.errors import AnatomyError, DataError, UsageError
 from weightscope.init import INITIALISERS, get
 from weightscope.init import parameters as init_parameters
@@ -79,7 +81,7 @@ def audit(
         >>> audit(vit, small_head, limit=0.02).passed
         True
     """
-    with trusting(trust):
+    with trusting(trust), torch.autocast("cpu", enabled=False):
         model = open_network(model)
         tensors = named_tensors(model, config)
         if isinstance(tensors, ModuleTensors) and (why := unsettable(tensors.module)):
@@ -91,8 +93,9 @@ def audit(
         wanted: list[Any] = [name.strip() for name in init.split("+")] if isinstance(init, str) else [init]
         wanted = [_of_artifact(one) if str(one).endswith(".safetensors") else one for one in wanted]
         shares = distribute([_signature(one) for one in wanted], parameters)
+        network = Copy(tensors)
         return _report(
-            tensors, (_checks(tensors, one, given, strict) for one, given in zip(wanted, shares, strict=True))
+            tensors, (_checks(network, one, given, strict) for one, given in zip(wanted, shares, strict=True))
         )
 
 
@@ -131,12 +134,13 @@ def _signature(init: Any) -> Signature:
     return found
 
 
-def _checks(tensors: NamedTensors, init: Any, given: Mapping[str, Any], strict: bool) -> Found:
-    """The checks of one initialiser, or of a function with expectations."""
-    function, signature = EXPECTATIONS.find(init), _signature(init)
+def _checks(network: Copy, init: Any, given: Mapping[str, Any], strict: bool, *, every: bool = False) -> Found:
+    """The checks of one initialiser, or of a function with expectations; `every` as in `compared`."""
+    tensors, function, signature = network.original, EXPECTATIONS.find(init), _signature(init)
     own = Signature.of(function, signature.name)
     if function not in EXPECTATIONS.values() and "generator" in own.defaults:
-        return by_tensor(signature.name, get(function, **given), tensors), []
+        users = get(function, **given)  # may replace parameters, and has a copy to itself
+        return by_tensor(signature.name, lambda n, g: users(n.target, generator=g), Copy(tensors), every=every), []
     details = EXPECTATIONS.details.get(init, {}) if isinstance(init, str) else {}
     parts, left = _parts(tensors, name_of(init), details, given, strict)
     values = {**signature.defaults, **given}
@@ -146,11 +150,11 @@ def _checks(tensors: NamedTensors, init: Any, given: Mapping[str, Any], strict: 
     required.require({key: value for key, value in values.items() if value is not REQUIRED})
     if function is by_tensor:
         names = tuple(part.name for part in parts) or ("",)
-        return by_tensor(signature.name, get(init, **values), tensors, names), left
+        return by_tensor(signature.name, _runs(init, values), network, names, every=every), left
     measured = _measure(function, own, values)(tensors)
     found: list[Any] = list(measured) if isinstance(measured, Iterable) else [measured]
     if found and all(isinstance(one, Statistic) for one in found):
-        return _by_runs(init, tensors, found, values), left
+        return _by_runs(init, network, found, values, every), left
     if not all(isinstance(check, Check) for check in found):
         raise UsageError(f"{signature.name}: expected a list of weightscope.auditing.Check back, found {measured!r}")
     return found, left
@@ -184,11 +188,11 @@ def _measure(function: Callable[..., Any], own: Signature, values: Mapping[str, 
     return partial(function, **(values if own.open else {key: values[key] for key in own.defaults}))
 
 
-def _by_runs(name: str, tensors: NamedTensors, found: list[Statistic], values: dict[str, Any]) -> list[Check]:
+def _by_runs(name: str, network: Copy, found: list[Statistic], values: dict[str, Any], every: bool) -> list[Check]:
     """The checks of a registered initialiser by its statistics and its `details`.
 
     - stand_ins: (tensors, parameters) -> networks to run it on, with their parameters; by default a copy of this one;
-    - start: (network, seed, **parameters) sets what it starts from, if this matters;
+    - start: (network, **parameters) -> a function of a generator that sets what it starts from, if this matters;
     - errors: names of parameters, or (parameters) -> these, or {error: parameters, or a change of a network};
     - pooled: whether the means over layers decide;
     - runs: how many.
@@ -197,40 +201,49 @@ def _by_runs(name: str, tensors: NamedTensors, found: list[Statistic], values: d
     own = Signature.of(function, name)
     collect = pooled if details.get("pooled") else list
 
-    def measure_of(parameters: Mapping[str, Any]) -> Measure:
-        measure = _measure(function, own, parameters)
-        return lambda network: collect(measure(network))
-
-    def trial(network: NamedTensors, parameters: dict[str, Any]) -> Trial:
-        start = details.get("start")
+    def trial(network: Copy, parameters: dict[str, Any]) -> Trial:
+        network.restored()
+        measure, start = _measure(function, own, parameters), details.get("start")
         return Trial(
-            Copy(network),
-            measure_of(parameters),
-            get(name, **parameters),
+            network,
+            lambda tensors: collect(measure(tensors)),
+            _runs(name, parameters),
             _wrong(name, details.get("errors", ()), parameters),
-            start and partial(start, **parameters),
+            start and start(network, **parameters),
             details.get("runs", DRAWS),
         )
 
     stand_ins = details.get("stand_ins")
-    networks = stand_ins(tensors, values) if stand_ins else [(tensors, values)]
-    return compared(name, collect(found), (trial(*one) for one in networks))
+    networks = stand_ins(network.original, values) if stand_ins else [(network, values)]
+    return compared(name, collect(found), (trial(*one) for one in networks), every=every)
 
 
-def _wrong(name: str, errors: Any, parameters: dict[str, Any]) -> dict[str, Callable[..., Any]]:
+def _runs(name: str, parameters: Mapping[str, Any]) -> Run:
+    """A registered initialiser of copies, whose weights can be set; initialisers of parts take tensors."""
+    get(name, **parameters)  # refuses what it does not take
+    function: Any = INITIALISERS[name]
+    tensors = "reads" in EXPECTATIONS.details[name]
+
+    def run(network: Copy, g: torch.Generator) -> None:
+        function.__wrapped__(network.source if tensors else network.target, generator=g, **parameters)
+
+    return run
+
+
+def _wrong(name: str, errors: Any, parameters: dict[str, Any]) -> dict[str, Run]:
     """Error -> the initialiser with it."""
     found = errors(parameters) if callable(errors) else errors
     if isinstance(found, tuple):
         found = {error_in(key): parameters | {key: _off(key, parameters[key])} for key in found if parameters[key]}
 
-    def changed(change: Callable[[Any], None]) -> Callable[..., Any]:
-        def run(target: Any, generator: Any) -> None:
-            get(name, **parameters)(target, generator=generator)
-            change(target)
+    def changed(change: Callable[[NamedTensors], None]) -> Run:
+        def run(network: Copy, g: torch.Generator) -> None:
+            _runs(name, parameters)(network, g)
+            change(network.source)
 
         return run
 
-    return {error: changed(how) if callable(how) else get(name, **how) for error, how in found.items()}
+    return {error: changed(how) if callable(how) else _runs(name, how) for error, how in found.items()}
 
 
 def _off(parameter: str, value: float) -> float:
@@ -242,11 +255,12 @@ def _every(tensors: NamedTensors, strict: bool) -> AuditReport:
     """Every initialiser, with its presets; of the variants of one, that with the smallest share of failures."""
     found: list[Found] = []
     skipped: dict[str, str] = {}
+    network = Copy(tensors)
     for name in EXPECTATIONS:
         variants: list[Found] = []
         for variant in EXPECTATIONS.details[name].get("variants", ({},)):
             try:
-                variants.append(_checks(tensors, name, variant, strict))
+                variants.append(_checks(network, name, variant, strict, every=True))
             except (AnatomyError, UsageError) as error:
                 skipped[name] = str(error)
         if variants:

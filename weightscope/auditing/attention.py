@@ -5,7 +5,7 @@ the row-vector convention, so that any construction with the same products passe
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,7 +27,7 @@ from weightscope.anatomy import (
 from weightscope.anatomy.attention_part import NO_PRODUCT, chosen_heads
 from weightscope.anatomy.embedding import Offset, TokenGrid
 from weightscope.auditing.report import EXPECTATIONS, UNTOUCHED, Check, error_in
-from weightscope.auditing.runs import Copy, Statistic, default_start
+from weightscope.auditing.runs import Copy, Statistic
 from weightscope.errors import AnatomyError
 from weightscope.init import impulse_attention as impulse
 from weightscope.init.attention import PARTS, numbers, table_codes
@@ -70,10 +70,10 @@ class Sizes:
         )
 
 
-def _one_layer_of_each_size(source: NamedTensors, p: dict[str, Any]) -> Iterator[tuple[NamedTensors, dict[str, Any]]]:
+def _one_layer_of_each_size(source: NamedTensors, p: dict[str, Any]) -> Iterator[tuple[Copy, dict[str, Any]]]:
     chosen = chosen_heads(chosen_layers(self_attention(source, strict=None), p["layers"]), p["heads"])
     for sizes in dict.fromkeys(Sizes.of(part).scaled() for part in chosen):
-        yield sizes.network(), p | {"layers": None, "heads": None}
+        yield Copy(sizes.network()), p | {"layers": None, "heads": None}
 
 
 def _numbers(p: dict[str, Any]) -> dict[str, float]:
@@ -178,18 +178,22 @@ def _likeness_of_heads(a: Tensor, b: Tensor) -> list[float]:
 # --- positions --------------------------------------------------------------------------------------------------------
 
 
-def _untouched_tables(network: Copy, seed: int, **_: Any) -> None:
+def _untouched_tables(network: Copy, **_: Any) -> Callable[[torch.Generator], None]:
     """What the module's `reset_parameters` makes of a table, else a random one, or what it is where that is not known.
 
     Of fixed tables, and of tables called `pos_embed` without a module, only the network's constructor knows it.
     """
-    g = torch.Generator().manual_seed(seed)
-    for table in positions(network.source, strict=None):
-        start = default_start(network.source, table.name)
-        if start is not None:
-            network.source.get(table.name).copy_(start)
-        elif table.trained and (isinstance(network.source, ModuleTensors) or not table.name.endswith("pos_embed")):
-            table.write(torch.randn(table.read().shape, generator=g))
+    tables = positions(network.source, strict=None)
+    code = isinstance(network.source, ModuleTensors)
+    known = {table.name: table.trained and (code or not table.name.endswith("pos_embed")) for table in tables}
+
+    def start(g: torch.Generator) -> None:
+        left = network.start_layers(known)
+        for table in tables:
+            if table.name in left and known[table.name]:
+                table.write(torch.randn(table.read().shape, generator=g))
+
+    return start
 
 
 @EXPECTATIONS.register(

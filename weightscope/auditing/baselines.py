@@ -1,6 +1,6 @@
 """Statistics of the baselines: of each tensor, and of isometries and LayerScale."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -9,7 +9,7 @@ from torch import Tensor
 from weightscope.anatomy import ModuleTensors, NamedTensors
 from weightscope.auditing.layers import farthest
 from weightscope.auditing.report import EXPECTATIONS
-from weightscope.auditing.runs import Copy, Statistic, by_tensor, default_start
+from weightscope.auditing.runs import Copy, Statistic, by_tensor
 from weightscope.errors import UsageError
 from weightscope.init.baselines import FACTOR, centre_tap, convolutions
 
@@ -54,14 +54,15 @@ def _not_orthogonal(matrix: Tensor, groups: int) -> float:
 _STARTS = (1.0, 1e-4, 1e-5, 1e-6)
 
 
-def _layer_scales(network: Copy, seed: int, *, value: float, **_: Any) -> None:
+def _layer_scales(network: Copy, *, value: float, **_: Any) -> Callable[[torch.Generator], None]:
     """What the module's `reset_parameters` makes, else the nearest of the published values; any value in a file."""
-    for name in filter(FACTOR.search, network.source.names):
-        start = default_start(network.source, name)
-        if start is not None:
-            network.source.get(name).copy_(start)
-        elif isinstance(network.source, ModuleTensors):
+    names = list(filter(FACTOR.search, network.source.names))
+
+    def start(_: torch.Generator) -> None:
+        for name in network.start_layers(names) if isinstance(network.source, ModuleTensors) else ():
             network.source.get(name).fill_(min(_STARTS, key=lambda x: abs(x - value)))
+
+    return start
 
 
 @EXPECTATIONS.register("layer_scale_identity", start=_layer_scales, errors=("value",))

@@ -1,7 +1,7 @@
 """Statistics of the initialisers of MLPs and state-space layers, and of correlations between layers."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -20,10 +20,13 @@ from weightscope.init.ssm import chosen_states
 # --- means in MLPs ----------------------------------------------------------------------------------------------------
 
 
-def _noise(network: Copy, seed: int, *, mode: str, layers: Any, **_: Any) -> None:
+Start = Callable[[torch.Generator], None]
+
+
+def _noise(network: Copy, *, mode: str, layers: Any, **_: Any) -> Start:
     """Independent entries of the variance that the present ones have apart from means and a multiple of fc2^T."""
-    g = torch.Generator().manual_seed(seed)
-    for part in chosen_layers(mlps(network.source, strict=None), layers):
+    parts, stds = chosen_layers(mlps(network.source, strict=None), layers), []
+    for part in parts:
         rest = fc1 = part.read("fc1").cpu().double()
         if mode == "anticorrelated":
             fc2 = part.read("fc2").cpu().double().mT
@@ -33,7 +36,13 @@ def _noise(network: Copy, seed: int, *, mode: str, layers: Any, **_: Any) -> Non
         std = float(rest.norm()) / math.sqrt(max(1, (fc1.shape[0] - 1) * (fc1.shape[1] - 1)))
         if mode == "anticorrelated" and std <= 1e-6 * float(fc1.std()):  # a multiple of fc2^T, which no start gives
             std = default_std(fc1)
-        part.write("fc1", torch.randn(fc1.shape, generator=g) * std)
+        stds.append(std)
+
+    def start(g: torch.Generator) -> None:
+        for part, std in zip(parts, stds, strict=True):
+            part.write("fc1", torch.randn(part.shape("fc1"), generator=g) * std)
+
+    return start
 
 
 def _more(source: NamedTensors) -> None:
@@ -89,20 +98,28 @@ def _slope(x: Tensor, y: Tensor) -> float:
 # --- correlations between layers --------------------------------------------------------------------------------------
 
 
-def _shuffled_pixels(network: Copy, seed: int, *, layers: Any, **_: Any) -> None:
+def _shuffled_pixels(network: Copy, *, layers: Any, **_: Any) -> Start:
     """The present central pixels in a random order of channels, apart from their regression on the MLP's diagonal."""
-    g = torch.Generator().manual_seed(seed)
-    for part in chosen_layers(filter_mlps(network.source, strict=None), layers):
-        part.write_centres(_shuffled(part.diagonal(), part.centres(), g))
+    parts = chosen_layers(filter_mlps(network.source, strict=None), layers)
+    pixels = [_apart(part.diagonal(), part.centres()) for part in parts]
+
+    def start(g: torch.Generator) -> None:
+        for part, values in zip(parts, pixels, strict=True):
+            part.write_centres(_shuffled(values, g))
+
+    return start
 
 
-def _shuffled(x: Tensor, y: Tensor, g: torch.Generator) -> Tensor:
-    """Values y in a random order, without their linear dependence on x, and with their mean and variance."""
-    wide, order = y.double().flatten(), torch.randperm(y.numel(), generator=g)
-    apart = x.double().flatten()
-    rest = wide.cpu() - _slope(apart, wide) * (apart - apart.mean()).cpu()
-    rest = (rest - rest.mean()) * (wide.std().cpu() / rest.std()) + wide.mean().cpu()
-    return rest[order].reshape(y.shape).to(y)
+def _apart(x: Tensor, y: Tensor) -> Tensor:
+    """Values y without their linear dependence on x, and with their mean and variance."""
+    wide, other = y.cpu().double().flatten(), x.cpu().double().flatten()
+    rest = wide - _slope(other, wide) * (other - other.mean())
+    rest = (rest - rest.mean()) * (wide.std() / rest.std()) + wide.mean()
+    return rest.reshape(y.shape).to(y)
+
+
+def _shuffled(values: Tensor, g: torch.Generator) -> Tensor:
+    return values.flatten()[torch.randperm(values.numel(), generator=g).to(values.device)].reshape(values.shape)
 
 
 @EXPECTATIONS.register(
@@ -129,16 +146,16 @@ def _few(who: str, found: int, what: str) -> UsageError:
     return UsageError(f"{who}expected more than 4 {what} to correlate, found {found}; use a larger network")
 
 
-def _shuffled_last(network: Copy, seed: int, *, mode: str, layers: Sequence[int], **_: Any) -> None:
+def _shuffled_last(network: Copy, *, mode: str, layers: Sequence[int], **_: Any) -> Start:
     """The last fc2 with entries, or means of rows, in a random order, apart from their regression on the first."""
-    g = torch.Generator().manual_seed(seed)
     first, last = first_and_last(network.source, layers)
-    x, y = first.read("fc2"), last.read("fc2")
+    x, y = (part.read("fc2") for part in (first, last))
     if mode == "rows":
-        mean = y.double().mean(1, keepdim=True)
-        last.write("fc2", (y - mean + _shuffled(x.double().mean(1, keepdim=True), mean, g)).to(y))
-    else:
-        last.write("fc2", _shuffled(x, y, g))
+        x, mean = (value.double().mean(1, keepdim=True) for value in (x, y))
+        apart, rest = _apart(x, mean), y - mean
+        return lambda g: last.write("fc2", (rest + _shuffled(apart, g)).to(y))
+    apart = _apart(x, y)
+    return lambda g: last.write("fc2", _shuffled(apart, g))
 
 
 @EXPECTATIONS.register(
@@ -170,21 +187,22 @@ def _correlation(x: Tensor, y: Tensor) -> float:
 # --- state-space layers -----------------------------------------------------------------------------------------------
 
 
-def _of_mamba(network: Copy, seed: int, *, layers: Any, heads: Any, **_: Any) -> None:
+def _of_mamba(network: Copy, *, layers: Any, heads: Any, **_: Any) -> Start:
     """What the initialiser changes as Mamba starts: A = 1 .. N, or in Mamba-2 1 .. H or U(1, 16); C like B."""
-    g = torch.Generator().manual_seed(seed)
-    for part in chosen_layers(ssms(network.source, strict=None), layers):
-        a_log, some = part.read("A_log").cpu().double(), chosen_states(part, heads)
-        counted = torch.arange(1, a_log.shape[-1] + 1).double().log()
-        if part.version == 2 and not _proportional(a_log[some], counted[some]):
-            counted = (1 + 15 * torch.rand(a_log.shape, generator=g).double()).log()
-        part.write("A_log", counted.expand(a_log.shape))
-        b = part.read("B")
-        part.write("C", b.flatten()[torch.randperm(b.numel(), generator=g).to(b.device)].reshape(b.shape))
-        for name in ("dt_weight", "dt_bias", "conv_weight", "conv_bias"):
-            if name in part.parts:
-                value = part.read(name)
-                part.write(name, torch.rand(value.shape, generator=g) - 0.5)
+
+    def start(g: torch.Generator) -> None:
+        for part in chosen_layers(ssms(network.source, strict=None), layers):
+            a_log, some = part.read("A_log").cpu().double(), chosen_states(part, heads)
+            counted = torch.arange(1, a_log.shape[-1] + 1).double().log()
+            if part.version == 2 and not _proportional(a_log[some], counted[some]):
+                counted = (1 + 15 * torch.rand(a_log.shape, generator=g).double()).log()
+            part.write("A_log", counted.expand(a_log.shape))
+            part.write("C", _shuffled(part.read("B"), g))
+            for name in ("dt_weight", "dt_bias", "conv_weight", "conv_bias"):
+                if name in part.parts:
+                    part.write(name, torch.rand(part.read(name).shape, generator=g) - 0.5)
+
+    return start
 
 
 def _proportional(a_log: Tensor, counted: Tensor) -> bool:

@@ -105,7 +105,8 @@ class AuditReport(Result):
         """Initialiser -> error -> probability that the audit fails if all parts have the error, approximately.
 
         Only the most powerful statistic of each part is used, which underestimates the probability. Parts, and the
-        statistic that pools all layers, are treated as independent, which overestimates it where they are not.
+        statistic that pools all layers, are treated as independent, which overestimates it where they are not. If all
+        initialisers were tried, only those that do not fail have powers.
         """
         return _joint((name, errors) for (name, _), errors in self._parts().items())
 

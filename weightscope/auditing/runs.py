@@ -18,17 +18,19 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from typing import Any, Self
 
 import numpy as np
 import torch
 from scipy import special
-from torch import Tensor, nn
+from torch import Tensor
 
 from weightscope._util.torch_random import seeded
 from weightscope.anatomy import ModuleTensors, NamedTensors
+from weightscope.anatomy.effective import unsettable
 from weightscope.auditing.report import RATE, UNTOUCHED, Check, error_in
-from weightscope.errors import UsageError
+from weightscope.errors import DataError, UsageError
 
 DRAWS = 24  # of each statistic, or 48 where a run has several: t quantiles of 1e-5 are 5.6 and 5.0, the normal one 4.4
 LEAST = 8  # draws, where entries are many
@@ -107,41 +109,65 @@ Measure = Callable[[NamedTensors], Iterable[Statistic]]
 
 
 class Copy:
-    """A copy of a network, on which initialisers are run: its tensors, and what an initialiser is given."""
+    """A copy of a network, on which initialisers are run; made when it is first restored.
 
-    def __init__(self, source: NamedTensors) -> None:
-        self.target: Any
-        self.source: NamedTensors
-        if isinstance(source, ModuleTensors):
-            self.target = copy.deepcopy(source.module)
-            self.source = ModuleTensors(self.target, source.config)
+    Attributes:
+        original: the network's tensors.
+        source: those of the copy.
+        target: the copy's module, or its tensors for a network without one.
+    """
+
+    source: NamedTensors
+    target: Any
+
+    def __init__(self, original: NamedTensors) -> None:
+        self.original, original.found = original, {}
+        self._files: _Copied | None = None
+        self._layers: list[tuple[set[str], Callable[[], None]]] = []  # names of tensors, and what starts them
+
+    def restored(self) -> Self:
+        """Give the copy the weights of the original."""
+        if self._files is not None:
+            self._files.own.clear()
+        elif hasattr(self, "source"):
+            for name in self.source.names:
+                self.source.get(name).copy_(self.original.get(name))
+        elif isinstance(self.original, ModuleTensors):
+            self.target = copy.deepcopy(self.original.module)
+            if why := unsettable(self.target, writing=True):
+                raise DataError(f"audit: {why}")
+            self.source = ModuleTensors(self.target, self.original.config)
+            self.source.found = {}
+            for path, layer in self.source._modules.items():
+                reset: Any = getattr(layer, "reset_parameters", None)
+                if callable(reset) and not inspect.signature(reset).parameters:
+                    own = {f"{path}.{key}".lstrip(".") for key in (*layer._parameters, *layer._buffers)}
+                    self._layers.append((own, reset))
         else:
-            self.target = self.source = NamedTensors(_Copied(source), source.config)
+            self._files = _Copied(self.original)
+            self.target = self.source = NamedTensors(self._files, self.original.config)
+            self.source.found = {}
+        return self
 
-    def reset(self, names: Iterable[str], seed: int) -> None:
-        """Give tensors their default start: `reset_parameters` of their module, else U(-1, 1) / sqrt(fan_in)."""
-        g = torch.Generator().manual_seed(seed)
-        names = [name for name in names if name not in self.source._computed]
-        done = self._reset_layers(set(names))
-        for name in names:
-            tensor = self.source.get(name)
-            if name in done or not tensor.is_floating_point():
-                continue
-            value = default_start(self.source, name)
-            if value is None:
-                draws = torch.rand(tensor.shape, generator=g) * 2 - 1
-                value = draws / math.sqrt(max(1, math.prod(tensor.shape[1:])))
-            tensor.copy_(value)
-
-    def _reset_layers(self, names: set[str]) -> set[str]:
-        """Run `reset_parameters` of the layers all of whose tensors are among the names; these tensors."""
-        done: set[str] = set()
-        for path, layer in self.source._modules.items() if isinstance(self.source, ModuleTensors) else ():
-            own = {f"{path}.{key}".lstrip(".") for key in (*layer._parameters, *layer._buffers)}
-            if own and own <= names and (reset := _reset_of(layer)):
+    def start_layers(self, names: Iterable[str]) -> list[str]:
+        """Run `reset_parameters` of the layers of some tensors, and keep their others; the tensors of other layers."""
+        left = dict.fromkeys(names)
+        for own, reset in self._layers:
+            if own & left.keys():
+                others = {name: self.source.get(name) for name in own - left.keys() if name in self.source}
+                before = {name: value.clone() for name, value in others.items()}
                 reset()
-                done |= own
-        return done
+                for name, value in others.items():
+                    value.copy_(before[name])
+                left = {name: None for name in left if name not in own}
+        return list(left)
+
+    def start(self, names: Iterable[str], g: torch.Generator) -> None:
+        """Give tensors their default start: `reset_parameters` of their layer, else U(-1, 1) / sqrt(fan_in)."""
+        for tensor in map(self.source.get, self.start_layers(names)):
+            if tensor.is_floating_point():
+                draws = torch.rand(tensor.shape, generator=g) * 2 - 1
+                tensor.copy_(draws / math.sqrt(max(1, math.prod(tensor.shape[1:]))))
 
     def below(self, names: Iterable[str]) -> list[str]:
         """The tensors of some modules, or of these names."""
@@ -153,18 +179,18 @@ class _Copied(MutableMapping[str, Tensor]):
     """Tensors by name, each copied when it is first read."""
 
     def __init__(self, source: NamedTensors) -> None:
-        self._source, self._own = source, dict[str, Tensor]()
+        self._source, self.own = source, dict[str, Tensor]()
 
     def __getitem__(self, name: str) -> Tensor:
-        if name not in self._own:
-            self._own[name] = self._source.get(name).clone()
-        return self._own[name]
+        if name not in self.own:
+            self.own[name] = self._source.get(name).clone()
+        return self.own[name]
 
     def __setitem__(self, name: str, value: Tensor) -> None:
-        self._own[name] = value
+        self.own[name] = value
 
     def __delitem__(self, name: str) -> None:
-        del self._own[name]
+        del self.own[name]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._source.names)
@@ -176,25 +202,8 @@ class _Copied(MutableMapping[str, Tensor]):
         return self._source.shape(name)
 
 
-def _reset_of(layer: nn.Module) -> Callable[[], None] | None:
-    """The layer's `reset_parameters`, unless it has none that takes no arguments."""
-    reset: Any = getattr(layer, "reset_parameters", None)
-    return reset if callable(reset) and not inspect.signature(reset).parameters else None
-
-
-def default_start(source: NamedTensors, name: str) -> Tensor | None:
-    """What `reset_parameters` of a copy of its module gives a tensor; None without a module that has this method."""
-    if not isinstance(source, ModuleTensors):
-        return None
-    path, _, attribute = name.rpartition(".")
-    owner = source.module.get_submodule(path)
-    if _reset_of(owner) is None:
-        return None
-    fresh: Any = copy.copy(owner)  # with its own tensors, which share no memory, and with its children as they are
-    fresh.__dict__.update(copy.deepcopy({kind: owner.__dict__[kind] for kind in ("_parameters", "_buffers")}))
-    fresh.reset_parameters()
-    value: Tensor = getattr(fresh, attribute)
-    return value.detach()
+Run = Callable[[Copy, torch.Generator], Any]
+"""Initialises a copy."""
 
 
 @dataclass(frozen=True)
@@ -202,33 +211,34 @@ class Trial:
     """A network on which an initialiser is run, and how it is measured.
 
     Attributes:
-        network: the copy.
+        network: the copy, with the weights of the original.
         measure: its statistics.
-        run: initialise it, `run(target, generator=)`.
+        run: the initialiser.
         wrong: error -> the same with an error.
-        start: `start(network, seed)`, before each run; None where a run sets all that is measured.
+        start: sets what a run starts from; None where a run sets all that is measured.
         wanted: runs, fewer if each has several draws of every statistic and all have twice as many.
     """
 
     network: Copy
     measure: Measure
-    run: Callable[..., Any]
-    wrong: Mapping[str, Callable[..., Any]]
-    start: Callable[[Copy, int], None] | None
+    run: Run
+    wrong: Mapping[str, Run]
+    start: Callable[[torch.Generator], None] | None
     wanted: int = DRAWS
 
-    def draws(self, seeds: range, run: Callable[..., Any] | None, names: Sequence[str]) -> Draws:
+    def draws(self, seeds: range, run: Run | None, names: Sequence[str]) -> Draws:
         """The statistics after runs, or with None of the default start of tensors."""
         rows: list[Statistic] = []
         with seeded(seeds.start), torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # what is left out was said of the network itself
             for seed in seeds:
+                g = torch.Generator().manual_seed(seed)
                 if self.start is not None:
-                    self.start(self.network, seed)
+                    self.start(g)
                 elif run is None:
-                    self.network.reset(names, seed)
+                    self.network.start(names, g)
                 if run is not None:
-                    run(self.network.target, generator=torch.Generator().manual_seed(seed))
+                    run(self.network, g)
                 rows += self.measure(self.network.source)
         return gathered(rows)
 
@@ -242,10 +252,11 @@ def gathered(rows: Iterable[Statistic]) -> Draws:
     return out
 
 
-def compared(initialiser: str, found: Sequence[Statistic], trials: Iterable[Trial]) -> list[Check]:
-    """The checks of a network's statistics by trials."""
+def compared(initialiser: str, found: Sequence[Statistic], trials: Iterable[Trial], *, every: bool) -> list[Check]:
+    """The checks of a network's statistics by trials; if `every` initialiser is tried, with powers if all pass."""
     right: Draws = {}
     wrong: dict[str, Draws] = {}
+    planned = []
     for trial in trials:
         rows = list(trial.measure(trial.network.source))
         names = trial.network.below(one.name for one in rows)
@@ -261,6 +272,11 @@ def compared(initialiser: str, found: Sequence[Statistic], trials: Iterable[Tria
         else:
             n = few = min(4, few)
         right |= mine
+        planned.append((trial, names, n, few))
+    checks = checked(initialiser, found, right, {})
+    if every and not all(check.passed for check in checks):
+        return checks
+    for trial, names, n, few in planned:
         # First the default start: what a `start` leaves as it is counts as it is after right runs.
         for error, run in {UNTOUCHED: None, **trial.wrong}.items():
             # As many as of right runs, since with 6, up to 1.6 % of untouched networks passed, with 24, 0.4 %.
@@ -345,7 +361,7 @@ MEANS = 8  # runs before those whose statistics are compared, which make the mea
 _OTHERS = 1 << 20  # the first of their seeds (of 32 bits): a mean is like the runs that it is of
 
 
-def by_tensor(name: str, init: Callable[..., Any], source: NamedTensors, modules: Iterable[str] = ("",)) -> list[Check]:
+def by_tensor(name: str, init: Run, network: Copy, modules: Iterable[str] = ("",), *, every: bool) -> list[Check]:
     """Checks of every tensor of modules that an initialiser changes, by runs of it on the default start.
 
     - mean, variance: of the entries;
@@ -356,63 +372,63 @@ def by_tensor(name: str, init: Callable[..., Any], source: NamedTensors, modules
     Raises:
         UsageError: if the initialiser sets nothing, or tensors without a module are to be set as a whole.
     """
-    if not isinstance(source, ModuleTensors) and modules == ("",):
+    if not isinstance(network.original, ModuleTensors) and modules == ("",):
         raise UsageError(f"{name}: expected a module, on copies of which it can be run, found tensors only")
-    network = Copy(source)
+    network.restored()
 
-    def values(names: Sequence[str], *, reset: int | None = None, run: int | None = None) -> dict[str, Tensor]:
-        with seeded(reset or 0), torch.no_grad(), warnings.catch_warnings():
+    def values(names: Sequence[str], run: int, *, start: int | None = None) -> dict[str, Tensor]:
+        with seeded(run), torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            if reset is not None:
-                network.reset(names, reset)
-            if run is not None:
-                init(network.target, generator=torch.Generator().manual_seed(_OTHERS + run))
-        return {key: network.source.get(key).detach().float() for key in names}
+            if start is not None:
+                network.start(names, torch.Generator().manual_seed(start))
+            init(network, torch.Generator().manual_seed(_OTHERS + run))
+        return {key: network.source.get(key).float() for key in names}
 
     names = network.below(modules)
-    before = {key: value.clone() for key, value in values(names, reset=0).items()}
-    first = {key: x.clone() for key, x in values(names, reset=0, run=0).items() if not torch.equal(x, before[key])}
+    with seeded(0), torch.no_grad():
+        network.start(names, torch.Generator().manual_seed(0))
+    before = {key: network.source.get(key).float().clone() for key in names}
+    first = {key: x.clone() for key, x in values(names, 0).items() if not torch.equal(x, before[key])}
     if not first:
         raise UsageError(f"{name}: expected an initialiser that changes the default start, found no changed parameter")
     chosen, fixed = list(first), dict.fromkeys(first, True)
     means = {key: value.clone() for key, value in first.items()}
     # Whether it sets all that is measured, so that runs need no start.
-    whole = all(torch.equal(x, first[key]) for key, x in values(chosen, reset=1, run=0).items())
+    whole = all(torch.equal(x, first[key]) for key, x in values(chosen, 0, start=1).items())
     runs = max(2, min(MEANS, int(ENTRIES / sum(x.numel() for x in first.values()))))
     for seed in range(1, runs):
-        for key, x in values(chosen, reset=None if whole else seed, run=seed).items():
+        for key, x in values(chosen, seed, start=None if whole else seed).items():
             fixed[key] &= torch.equal(x, first[key])
             means[key] += x
     centres = {key: first[key] if fixed[key] else means[key] / runs for key in chosen}
+    sizes = {key: float(x.abs().max() if fixed[key] else x.norm()) for key, x in centres.items()}
     del before, first, means
 
     def measure(tensors: NamedTensors) -> Iterator[Statistic]:
         for i, key in enumerate(chosen):
-            x = tensors.get(key).detach().to(centres[key])
-            for what, value in _of_entries(x, centres[key], fixed[key]).items():
+            x = tensors.get(key).to(centres[key])
+            for what, value in _of_entries(x, centres[key], max(sizes[key], 1e-30), fixed[key]).items():
                 slack = 0.0 if what in SCALES else ROUNDING
                 scale = what if what in SCALES else "identity"
                 yield Statistic("weight", i, None, key, what, value, scale, key, slack=slack)
 
-    def scaled(target: Any, generator: torch.Generator) -> None:
-        init(target, generator=generator)
+    def scaled(network: Copy, g: torch.Generator) -> None:
+        init(network, g)
         for key in chosen:
             network.source.get(key).mul_(1.2)
 
-    def start(network: Copy, seed: int) -> None:
-        network.reset(chosen, MEANS + seed)
-
-    errors = {error_in("scale"): scaled}
-    trial = Trial(network, measure, init, errors, None if whole else start)
-    return compared(name, list(measure(source)), [trial])
+    start = None if whole else partial(network.start, chosen)
+    trial = Trial(network, measure, init, {error_in("scale"): scaled}, start)
+    return compared(name, list(measure(network.original)), [trial], every=every)
 
 
-def _of_entries(x: Tensor, mean: Tensor, fixed: bool) -> dict[str, float]:
+def _of_entries(x: Tensor, mean: Tensor, size: float, fixed: bool) -> dict[str, float]:
+    """The statistics of a tensor by its mean over runs, and the size of that: its largest entry if fixed, or norm."""
     if fixed:
-        return {"difference": float((x - mean).abs().max()) / max(float(mean.abs().max()), 1e-30)}
-    n, x, mean = x.numel(), x.flatten(), mean.flatten()
+        return {"difference": float((x - mean).abs().max()) / size}
+    n, x = x.numel(), x.flatten()
     centre, square = float(x.mean()), float(x @ x) / n
-    likeness = float(x @ mean) / max(math.sqrt(square * n) * float(mean.norm()), 1e-30)
+    likeness = float(x @ mean.flatten()) / max(math.sqrt(square * n) * size, 1e-30)
     apart = x - centre
     found = {"mean": centre, "variance": float(apart @ apart) / n, "likeness": likeness}
     if n >= 100:  # below, the sample kurtosis is far from normal

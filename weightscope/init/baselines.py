@@ -204,7 +204,8 @@ def t_fixup_(
         draws = uniform(*before.shape, bound=bound, generator=generator)
         part.write(name, draws if name in ("q", "k") else draws * scale)
     if embeddings:
-        tables = [inner for inner in module.modules() if isinstance(inner, nn.Embedding)]
+        inner = getattr(named_tensors(module), "module", nn.Module())
+        tables = [layer for layer in inner.modules() if isinstance(layer, nn.Embedding)]
         if not tables:
             raise UsageError("embeddings: expected token embeddings (nn.Embedding), found none")
         for table in tables:
