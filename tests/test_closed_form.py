@@ -20,7 +20,7 @@ from weightscope.anatomy.factored_products import FactoredProduct
 from weightscope.cli import main
 from weightscope.cli.options import parsed_options
 from weightscope.errors import AnatomyError, DataError, UsageError
-from weightscope.fits import NetworkFit, load_artifact
+from weightscope.fits import load_artifact
 from weightscope.fits.filters import FilterFit
 from weightscope.fits.one_network import NETWORK_FITS, fit_conv_schedule, fit_identity_product, fit_network
 from weightscope.init.attention import write_query_key, write_value_output
@@ -57,7 +57,7 @@ def test_a_schedule_is_recovered(preset):
     for part in depthwise(source):
         root = torch.from_numpy(covariance_root(conv_covariance(5, curve(part.layer / 4))))
         part.write((2 * white @ root.T).reshape(200, 5, 5))
-    found = fit_conv_schedule(source).numbers
+    found = fit_conv_schedule(source)
     assert (found.sigma0, found.v, found.a) == pytest.approx((curve.sigma0, curve.v, curve.a), abs=2e-3)
     assert found.scale == pytest.approx(2, rel=1e-3)
     assert found.r2 == pytest.approx(1, abs=1e-5)
@@ -65,7 +65,7 @@ def test_a_schedule_is_recovered(preset):
 
 def test_goodness_of_fit_is_the_stated_formula():
     source = wi.random_filters_(mixer(64, 2, 3), generator=seeded())
-    for layer, part in zip(fit_conv_schedule(source, psd="clip").numbers.layers, depthwise(source), strict=True):
+    for layer, part in zip(fit_conv_schedule(source, psd="clip").layers, depthwise(source), strict=True):
         sample = np.cov(part.read().double().reshape(64, -1).numpy().T)
         values, vectors = np.linalg.eigh(conv_covariance(3, layer.sigma))
         closed = (vectors * np.maximum(values, 0)) @ vectors.T
@@ -81,7 +81,7 @@ def test_goodness_of_fit_is_the_stated_formula():
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_shallow_networks_fix_as_many_numbers_as_they_have_layers(depth):
     source = wi.conv_covariance_(stack(1000, depth, 5), preset="imagenet-frozen", generator=seeded())
-    found = fit_conv_schedule(source).numbers
+    found = fit_conv_schedule(source)
     curve = PRESETS["imagenet-frozen"]
     for layer in found.layers:
         assert layer.sigma == pytest.approx(curve(layer.depth), rel=0.1)
@@ -93,11 +93,11 @@ def test_a_sawtooth_is_recovered_stage_by_stage():
     torch.manual_seed(0)
     source = ConvNeXt((256, 256), (4, 4))
     wi.conv_covariance_(source, preset="imagenet-frozen", schedule="sawtooth", generator=seeded())
-    found = fit_conv_schedule(source, schedule="sawtooth").numbers
+    found = fit_conv_schedule(source, schedule="sawtooth")
     curve = PRESETS["imagenet-frozen"]
     assert found.sigma0 == pytest.approx(curve.sigma0, rel=0.1)
     assert found.sigma0 + found.v + found.a / 2 == pytest.approx(curve(1.0), rel=0.1)
-    assert found.r2 > fit_conv_schedule(source).numbers.r2
+    assert found.r2 > fit_conv_schedule(source).r2
 
 
 def test_a_schedule_never_falls_to_zero():
@@ -106,7 +106,7 @@ def test_a_schedule_never_falls_to_zero():
     for part, sigma in zip(depthwise(source), (2.0, 0.4, 0.03, 0.03, 0.9), strict=True):
         wi.conv_covariance_(holder := mixer(256, 1, 5), sigma0=sigma, v=0.0, a=0.0, generator=seeded(part.layer))
         part.write(depthwise(holder)[0].read())
-    found = fit_conv_schedule(source).numbers
+    found = fit_conv_schedule(source)
     assert min(found.sigma0 + found.v * d + found.a * d**2 / 2 for d in np.linspace(0, 1, 101)) > 0
     wi.conv_covariance_(mixer(16, 20, 5), sigma0=found.sigma0, v=found.v, a=found.a)
 
@@ -115,13 +115,12 @@ def test_the_artifact_of_a_schedule_is_the_call_that_it_prints(tmp_path):
     source = wi.conv_covariance_(mixer(), preset="imagenet-thawed", generator=seeded())
     fitted = fit_network(source, "conv_schedule", psd="clip")
     init = wi.load_init(fitted.save(tmp_path / "schedule.safetensors"))
-    numbers = fitted.numbers
-    given = {key: getattr(numbers, key) for key in ("sigma0", "v", "a", "scale", "psd", "schedule")}
+    given = {key: getattr(fitted, key) for key in ("sigma0", "v", "a", "scale", "psd", "schedule")}
     for make in (lambda: mixer(24, 3, 9), lambda: ConvNeXt((8, 16), (2, 1))):
         one, other = init(make(), generator=seeded(5)), wi.conv_covariance_(make(), **given, generator=seeded(5))
         for mine, theirs in zip(depthwise(one), depthwise(other), strict=True):
             assert torch.equal(mine.read(), theirs.read())
-    assert f"sigma0={numbers.sigma0:.4g}" in inspect(str(tmp_path / "schedule.safetensors")).text()
+    assert f"sigma0={fitted.sigma0:.4g}" in inspect(str(tmp_path / "schedule.safetensors")).text()
 
 
 @pytest.mark.parametrize(
@@ -137,7 +136,7 @@ def test_alpha_and_beta_are_recovered(width, heads, numbers):
     """Within 4 / width and 2 %: products fluctuate by 1 / width, and the limit of large widths is simulated at 192."""
     names = ("alpha_qk", "beta_qk", "alpha_vo", "beta_vo")
     source = wi.mimetic_attention_(vit(width, 3, heads), **dict(zip(names, numbers, strict=True)), generator=seeded())
-    for layer in fit_identity_product(source).numbers.layers:
+    for layer in fit_identity_product(source).layers:
         found = (layer.qk.alpha, layer.qk.beta, layer.vo.alpha, -layer.vo.beta)
         assert found == pytest.approx(numbers, rel=0.02, abs=4 / width)
         assert max(layer.qk.residual, layer.vo.residual) < 2 / width  # of singular values a place off, 2.1 and more
@@ -150,7 +149,7 @@ def test_a_multiple_of_a_projection_has_no_noise():
     basis = torch.linalg.qr(torch.randn(96, 32, generator=seeded(), dtype=torch.float64))[0]
     for name in ("q", "k"):
         part.write(name, basis.mul(0.8).expand(3, -1, -1))
-    found = fit_identity_product(source, parts="qk").numbers.layers[0].qk
+    found = fit_identity_product(source, parts="qk").layers[0].qk
     assert (found.alpha, found.beta) == pytest.approx((0, 0.64), abs=1e-3)
     assert found.residual < 1e-3
 
@@ -168,7 +167,7 @@ def test_one_layer_that_is_not_square_is_left_out_and_listed(tmp_path, capsys):
         assert end.value.code == 0
         assert "left out, not square: 2 1x7" in capsys.readouterr().out
         init = wi.load_init(out)
-        assert init.result.numbers.left_out == ("2 1x7",)
+        assert init.result.left_out == ("2 1x7",)
         target = copy.deepcopy(model)
         with pytest.raises(UsageError, match=r"expected square filters of odd size, found `2` 1 x 7.*strict=False"):
             init(target)
@@ -189,7 +188,7 @@ def test_shared_keys_are_recovered():
     for part in attention(state, config):
         write_query_key(part, "svd", 0.7, 0.7, g)
         write_value_output(part, "svd", 0.4, 0.4, g)
-    for layer in fit_network(state, "identity_product", config=config).numbers.layers:
+    for layer in fit_network(state, "identity_product", config=config).layers:
         assert (layer.qk.alpha, layer.qk.beta) == pytest.approx((0.7, 0.7), abs=4 / 192)
         assert (layer.vo.alpha, layer.vo.beta) == pytest.approx((0.4, -0.4), abs=4 / 192)
         assert layer.qk.residual < 0.05
@@ -229,13 +228,11 @@ def test_layer_scale_is_folded_or_warned_of():
         merged[f"blocks.{i}.attn.proj.weight"] *= block.ls1.gamma.detach()[:, None]
     config = {"num_attention_heads": 3}
     folded = fit_network(scaled, "identity_product", fold_scales=True)
-    for mine, theirs in zip(
-        folded.numbers.layers, fit_identity_product(merged, config=config).numbers.layers, strict=True
-    ):
+    for mine, theirs in zip(folded.layers, fit_identity_product(merged, config=config).layers, strict=True):
         assert mine.vo.beta == pytest.approx(theirs.vo.beta, rel=1e-6)
         assert mine.vo.alpha == pytest.approx(theirs.vo.alpha, rel=1e-6)
     plain = fit_network(scaled, "identity_product")
-    assert plain.numbers.layers[0].vo.beta == pytest.approx(-0.4, abs=0.1)
+    assert plain.layers[0].vo.beta == pytest.approx(-0.4, abs=0.1)
     assert "warning: LayerScale" in plain.text()
     assert "folded" in folded.text()
     assert "LayerScale" not in fit_network(merged, "identity_product", config=config).text()
@@ -246,7 +243,7 @@ def test_layer_scale_is_folded_or_warned_of():
 
 def test_the_rows_are_the_ten_line_computation():
     source = vit(48, 2, 3)
-    for layer, part in zip(fit_identity_product(source).numbers.layers, attention(source), strict=True):
+    for layer, part in zip(fit_identity_product(source).layers, attention(source), strict=True):
         q, k, v, o = (part.read(name).double().numpy() for name in "qkvo")
         products = [q[h] @ k[h].T for h in range(3)]
         total = sum(v[h] @ o[h] for h in range(3))
@@ -267,13 +264,13 @@ def test_a_recipe_fits_any_width_depth_and_head_count(tmp_path):
         wi.mimetic_attention_(source, beta_qk=beta, alpha_qk=0.1, layers=i, generator=seeded(i))
     init = wi.load_init(fit_network(source, "identity_product").save(tmp_path / "p.safetensors"))
     target = init(vit(144, 5, 4, seed=1), generator=seeded())
-    found = fit_identity_product(target).numbers.layers
+    found = fit_identity_product(target).layers
     assert [layer.qk.beta for layer in found] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0], abs=0.04)
     assert [layer.vo.beta for layer in found] == pytest.approx([-0.4] * 5, abs=0.04)
     assert len(init.report.touched) == 10  # a fused projection and an output in each of 5 layers
     assert "head.weight" in init.report.untouched
     only = init(vit(48, 1, 2), generator=seeded())
-    assert fit_identity_product(only).numbers.layers[0].qk.beta == pytest.approx(0.2, abs=0.1)
+    assert fit_identity_product(only).layers[0].qk.beta == pytest.approx(0.2, abs=0.1)
 
 
 def test_parts_are_chosen():
@@ -328,16 +325,16 @@ def test_invalid_structures_and_options(structure, options, message):
 def first_layers(source, *, kernel: int = 3):
     """A fit as a user would write it."""
     found = fit_network(source, "filters", kernel=kernel)
-    return NetworkFit(FilterFit(layers=found.numbers.layers[:1], kernel=kernel))
+    return FilterFit(layers=found.layers[:1], kernel=kernel)
 
 
 def test_a_fit_of_ones_own_and_names_with_hyphens(tmp_path):
     source = mixer(16, 3, 3)
     for structure in (first_layers, f"{__name__}:first_layers"):
         found = fit_network(source, structure, kernel=3)
-        assert (len(found.numbers.layers), found.provenance["source"]) == (1, "ConvMixer")
+        assert (len(found.layers), found.provenance["source"]) == (1, "ConvMixer")
         again = load_artifact(found.save(tmp_path / "own.safetensors"))
-        np.testing.assert_array_equal(again.numbers.layers[0].covariance, found.numbers.layers[0].covariance)
+        np.testing.assert_array_equal(again.layers[0].covariance, found.layers[0].covariance)
         with pytest.raises(UsageError, match="has no option 'rank'; its options are kernel"):
             fit_network(source, structure, rank=1)
     one, other = (fit_network(source, name).to_dict() for name in ("conv-schedule", "conv_schedule"))
@@ -349,10 +346,8 @@ def test_fits_are_tables_and_what_was_saved_is_what_is_loaded(artifacts):
         found = load_artifact(path)
         assert found.save(path.with_suffix(".again")).read_bytes() == path.read_bytes()
         assert json.loads(json.dumps(found.to_dict(), allow_nan=False)) == found.to_dict()
-        assert repr(found).startswith(f"<NetworkFit: {structure} of {len(found.numbers.layers)} layers, fitted to ")
-        assert (
-            len(found.to_pandas()) == len(found.rows()) == len(found.numbers.layers) * (1 + ("identity" in structure))
-        )
+        assert f"Fit: {structure} of {len(found.layers)} layers, fitted to " in repr(found)
+        assert len(found.to_pandas()) == len(found.rows()) == len(found.layers) * (1 + ("identity" in structure))
 
 
 @pytest.fixture(scope="module")

@@ -231,7 +231,7 @@ def test_an_artifact_says_what_it_holds(path):
     text = found.text()
     for word in ("filters, fitted to ConvMixer", "covariance_transfer_", "5x5", "blocks.0.0.fn.0", "0.500"):
         assert word in text
-    assert [layer.depth for layer in found.numbers.layers] == [0.0, 0.5, 1.0]
+    assert [layer.depth for layer in found.layers] == [0.0, 0.5, 1.0]
     assert "filters of 3 layers" in repr(wi.load_init(path))
 
 
@@ -248,14 +248,14 @@ def two_sizes():
 
 def test_dead_filters_and_other_depths_are_said(tmp_path):
     found = fit_network(two_sizes(), "filters", kernel=7)
-    assert [layer.dead for layer in found.numbers.layers] == [0, 8, 3, 0]
+    assert [layer.dead for layer in found.layers] == [0, 8, 3, 0]
     expected = (
         "`1`: 8 of 8 filters are dead and not used",
         "`2`: 3 of 8 filters are dead; its distribution includes them",
         "1 of 4 layers are used, at depths 0.667 to 0.667; layers in between take a linear interpolation of these, "
         "layers outside take the first or the last",
     )
-    assert found.numbers.remarks() == expected
+    assert found.remarks() == expected
     assert all(f"note: {line}\n" in found.text() for line in expected)
     assert found.to_pandas()["dead"].tolist() == [0, 8, 3, 0]
     init = wi.load_init(found.save(tmp_path / "f.safetensors"))
@@ -263,7 +263,7 @@ def test_dead_filters_and_other_depths_are_said(tmp_path):
     assert init.report.notes[:3] == expected
     scale = two_sizes()[2].weight.std()
     assert all(layer.weight.std() > 0.3 * scale for layer in target), "no layer is drawn from dead filters"
-    assert fit_network(structured(mixer()), "filters").numbers.remarks() == ()
+    assert fit_network(structured(mixer()), "filters").remarks() == ()
 
 
 def test_a_network_of_dead_filters_is_refused():

@@ -91,7 +91,7 @@ def model_card(fit: Artifact, address: str, result: BenchResult | None = None, l
         origin = f"{one.networks} networks{left} of {source}{task}"
         gains = sorted({str(group.options["gain"]) for group in one.groups if "gain" in group.options})
     facts = {
-        "initialises": listing(one.spec.names if population else [layer.name for layer in one.numbers.layers], 8),
+        "initialises": listing(one.spec.names if population else [layer.name for layer in one.layers], 8),
         "fitted to": origin,
         "structure": fit.summary(),
         "gain": ", ".join(gains) or "none: as fitted",

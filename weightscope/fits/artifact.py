@@ -8,12 +8,11 @@ import hashlib
 import json
 from abc import abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save as to_bytes
 
@@ -101,57 +100,40 @@ def _ordered(raw: bytes) -> bytes:
     return len(text).to_bytes(8, "little") + text + raw[stop:]
 
 
-class Numbers(BaseModel):
-    """What was fitted to one network, layer by layer."""
+NETWORK_FORMAT = "weightscope-network-initialiser"
+
+
+class NetworkFit(Artifact, BaseModel):
+    """An initialiser fitted to one network: its numbers, layer by layer, and where they came from."""
 
     model_config = ConfigDict(frozen=True, arbitrary_types_allowed=True)
 
     structure: str
     layers: tuple[Any, ...]
     left_out: tuple[str, ...] = ()  # layers that are not fitted, and why
+    provenance: dict[str, Any] = Field(default_factory=dict, exclude=True)
 
     def to_dict(self) -> dict[str, Any]:
-        return self.model_dump(mode="json", exclude=None if self.left_out else {"left_out"})
+        numbers = self.model_dump(mode="json", exclude=None if self.left_out else {"left_out"})
+        return {"format": NETWORK_FORMAT, "version": 1, "numbers": numbers, "provenance": self.provenance}
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """The arrays of the artifact by name."""
+        """Of `filters`: `"i.mean"` (k*k,) and `"i.covariance"` (k*k, k*k) of layer i; otherwise none."""
         return {}
 
     def rows(self) -> list[dict[str, Any]]:
         """One row for each layer, with its numbers."""
         return [layer.model_dump() for layer in self.layers]
 
+    def summary(self) -> str:
+        return f"{self.structure} of {len(self.layers)} layers, fitted to {self._origin}"
+
     def text(self) -> str:
+        return f"{self.structure}, fitted to {self._origin}\n{self.report()}"
+
+    def report(self) -> str:
         """The numbers with their fit, layer by layer."""
         raise NotImplementedError
-
-
-NETWORK_FORMAT = "weightscope-network-initialiser"
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class NetworkFit(Artifact):
-    """An initialiser fitted to one network: its `numbers`, whose `structure` is its kind, and where they came from."""
-
-    numbers: Any
-    provenance: Mapping[str, Any] = field(default_factory=dict)
-
-    def to_dict(self) -> dict[str, Any]:
-        numbers = self.numbers.to_dict()
-        return {"format": NETWORK_FORMAT, "version": 1, "numbers": numbers, "provenance": dict(self.provenance)}
-
-    def arrays(self) -> dict[str, np.ndarray]:
-        """Of `filters`: `"i.mean"` (k*k,) and `"i.covariance"` (k*k, k*k) of layer i; otherwise none."""
-        return self.numbers.arrays()
-
-    def rows(self) -> list[dict[str, Any]]:
-        return self.numbers.rows()
-
-    def summary(self) -> str:
-        return f"{self.numbers.structure} of {len(self.numbers.layers)} layers, fitted to {self._origin}"
-
-    def text(self) -> str:
-        return f"{self.numbers.structure}, fitted to {self._origin}\n{self.numbers.text()}"
 
     @property
     def _origin(self) -> str:

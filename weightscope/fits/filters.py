@@ -17,7 +17,7 @@ from weightscope._util.threads import one_thread
 from weightscope.anatomy import DepthwisePart, Parts, depthwise
 from weightscope.anatomy.convolution import listed
 from weightscope.errors import DataError, UsageError
-from weightscope.fits.artifact import NetworkFit, Numbers
+from weightscope.fits.artifact import NetworkFit
 from weightscope.statistics.filters import Schedule, conv_covariance, covariance_root, relative_depths
 from weightscope.statistics.slices import slice_moments
 
@@ -62,7 +62,7 @@ class FilterDistribution(_Layer):
         return self.covariance.trace() <= (1e-6 * np.linalg.norm(self.mean)) ** 2
 
 
-class FilterFit(Numbers):
+class FilterFit(NetworkFit):
     """Distributions of the filters of every depthwise layer, in depth order; options are `covariance_transfer_`'s."""
 
     structure: Literal["filters"] = "filters"
@@ -115,7 +115,7 @@ class FilterFit(Numbers):
             out |= {f"{i}.mean": layer.mean.reshape(-1), f"{i}.covariance": layer.covariance}
         return out
 
-    def text(self) -> str:
+    def report(self) -> str:
         kernels = "all kernels" if self.kernel is None else f"kernel {self.kernel} only"
         given = f"kronecker {self.kronecker}, means {self.means}, schedule {self.schedule}, psd {self.psd}, {kernels}"
         used = {x.name for x in self.used}
@@ -146,7 +146,7 @@ class ScheduleLayer(_Layer):
     attainable: float  # expected r2 of as many filters drawn from the closed form itself
 
 
-class ScheduleFit(Numbers):
+class ScheduleFit(NetworkFit):
     """Numbers of `conv_covariance_`; r2 is the mean over layers, weighted by their filters."""
 
     structure: Literal["conv_schedule"] = "conv_schedule"
@@ -164,7 +164,7 @@ class ScheduleFit(Numbers):
         """The keyword arguments of `conv_covariance_`."""
         return {key: getattr(self, key) for key in ("sigma0", "v", "a", "scale", "psd", "schedule")}
 
-    def text(self) -> str:
+    def report(self) -> str:
         numbers = ", ".join(f"{key}={getattr(self, key):.4g}" for key in ("sigma0", "v", "a", "scale"))
         call = f'conv_covariance_(net, {numbers}, psd="{self.psd}", schedule="{self.schedule}")'
         forms = {"sigma": "sigma", "alone": "sigma_alone", "scale": "scale", "R2": "r2", "R2 alone": "r2_alone"}
@@ -270,7 +270,7 @@ def fit_filters(
     schedule: str = "depth",
     kernel: int | None = None,
     psd: str = "abs",
-) -> NetworkFit:
+) -> FilterFit:
     """The distributions of a network's filters as an artifact; the options are those of `covariance_transfer_`.
 
     All layers are stored for every value of `kernel`; the options are stored and used when the artifact is applied.
@@ -282,13 +282,13 @@ def fit_filters(
     """
     parts = depthwise(source, strict=None)
     options: dict[str, Any] = {"kronecker": kronecker, "means": means, "schedule": schedule}
-    return NetworkFit(filter_fit(square_distributions(parts), _left_out(parts), **options, kernel=kernel, psd=psd))
+    return filter_fit(square_distributions(parts), _left_out(parts), **options, kernel=kernel, psd=psd)
 
 
 @one_thread()
 def fit_conv_schedule(
     source: Any, *, schedule: str = "depth", psd: str = "abs", kernel: int | None = None
-) -> NetworkFit:
+) -> ScheduleFit:
     """The schedule and scale of `conv_covariance_` nearest to a network's filters.
 
         minimise over sigma0, v, a, s_i >= 0:   sum_i n_i |C_i - s_i S(sigma(d_i))|_F^2 / |C_i|_F^2
@@ -306,7 +306,7 @@ def fit_conv_schedule(
     Source: thesis Eq. 3.10-3.11, whose parameters were chosen by eye and refined by grid search (B.1).
 
     Example:
-        >>> fit_conv_schedule(convnext).numbers.sigma0
+        >>> fit_conv_schedule(convnext).sigma0
         0.31
     """
     choice("schedule", schedule, ("depth", "sawtooth"))
@@ -341,7 +341,7 @@ def fit_conv_schedule(
         "layers": tuple(layers),
         "left_out": tuple(_left_out(parts)),
     }
-    return NetworkFit(ScheduleFit(**numbers))
+    return ScheduleFit(**numbers)
 
 
 def _left_out(parts: Parts[DepthwisePart]) -> list[str]:

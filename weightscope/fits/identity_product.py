@@ -17,7 +17,7 @@ from weightscope.anatomy import named_tensors, self_attention
 from weightscope.anatomy.attention_part import NO_PRODUCT, NOTES, PartName
 from weightscope.anatomy.factored_products import FactoredProduct
 from weightscope.errors import AnatomyError, DataError
-from weightscope.fits.artifact import NetworkFit, Numbers
+from weightscope.fits.artifact import NetworkFit
 
 
 class ProductNumbers(BaseModel):
@@ -62,7 +62,7 @@ _NOTES = {
 }
 
 
-class ProductFit(Numbers):
+class ProductFit(NetworkFit):
     """`W_Q W_K^T ~ alpha Z + beta I` and `W_V W_O ~ alpha Z + beta I`, layer by layer."""
 
     structure: Literal["identity_product"] = "identity_product"
@@ -76,7 +76,7 @@ class ProductFit(Numbers):
         each = ((layer, layer.model_dump(exclude={"qk", "vo"})) for layer in self.layers)
         return [about | {"part": p} | getattr(layer, p).model_dump() for layer, about in each for p in ("qk", "vo")]
 
-    def text(self) -> str:
+    def report(self) -> str:
         return (
             f"mimetic_attention_ with these numbers, parts {self.parts}\n"
             "beta has the sign of the product, as in `products`; beta_vo of mimetic_attention_ is minus that\n"
@@ -97,7 +97,7 @@ _SEED = 0x5EED
 @one_thread()
 def fit_identity_product(
     source: Any, *, parts: str = "both", fold_scales: bool = False, config: Mapping[str, Any] | None = None
-) -> NetworkFit:
+) -> ProductFit:
     """The alpha and beta of `mimetic_attention_` whose products look like a network's, layer by layer.
 
         queries and keys     W_Q W_K^T ~ alpha Z + beta I    per head, then the mean over heads
@@ -122,7 +122,7 @@ def fit_identity_product(
     Source: thesis Eq. 3.12-3.18, whose alpha and beta were found by grid search (3.2.4).
 
     Example:
-        >>> fit_identity_product("hf://facebook/dinov2-small").numbers.layers[0].qk.beta
+        >>> fit_identity_product("hf://facebook/dinov2-small").layers[0].qk.beta
         0.9
     """
     choice("parts", parts, ("both", "qk", "vo"))
@@ -153,7 +153,7 @@ def fit_identity_product(
         layers.append(ProductLayer(name=part.name, depth=depth, **sizes, qk=_joined(qk), vo=_joined(vo)))
     state = "none" if not any(scales) else "folded" if fold_scales else "left out"
     numbers: dict[str, Any] = {"parts": parts, "layer_scale": state, "left_out": tuple(left_out)}
-    return NetworkFit(ProductFit(signs="products", layers=tuple(layers), **numbers))
+    return ProductFit(signs="products", layers=tuple(layers), **numbers)
 
 
 def _finite(name: str, value: Tensor) -> Tensor:

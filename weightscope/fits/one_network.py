@@ -60,7 +60,7 @@ def fit_network(source: Any, structure: str | Callable[..., NetworkFit], **optio
     source = open_network(source)
     with torch.no_grad():
         found = fit(source, **options)
-    return NetworkFit(found.numbers, {"weightscope": __version__, **origin(source)})
+    return found.model_copy(update={"provenance": {"weightscope": __version__, **origin(source)}})
 
 
 def origin(source: Any) -> dict[str, Any]:
@@ -83,4 +83,4 @@ def network_fit_of(header: dict[str, Any], arrays: Mapping[str, np.ndarray]) -> 
         i, key = name.split(".")
         layer = numbers["layers"][int(i)]
         layer[key] = array.reshape(layer["kernel"], -1) if key == "mean" else array
-    return NetworkFit(kind.model_validate(numbers), header["provenance"])
+    return kind.model_validate(numbers | {"provenance": header["provenance"]})

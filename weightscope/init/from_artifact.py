@@ -148,7 +148,8 @@ class NetworkInit(FittedInit):
     result: NetworkFit
 
     def _set(self, module: nn.Module, generator: Generator, strict: bool) -> InitReport:
-        numbers, notes = self.result.numbers, tuple[str, ...]()
+        numbers: Any = self.result
+        notes = tuple[str, ...]()
         if isinstance(numbers, ProductFit):
             touched = _products(module, numbers, generator=generator, strict=strict)
         else:
@@ -167,7 +168,7 @@ class NetworkInit(FittedInit):
         return InitReport(tuple(map(unwrapped, touched)), tuple(map(unwrapped, others)), notes=notes)
 
     def __repr__(self) -> str:
-        return f"NetworkInit({self.result.numbers.structure} of {len(self.result.numbers.layers)} layers)"
+        return f"NetworkInit({self.result.structure} of {len(self.result.layers)} layers)"
 
 
 @one_thread()
