@@ -169,8 +169,8 @@ def _mlp_backward(grad: Tensor, x: Tensor, *weights: Tensor, eps: float) -> list
 
 
 def _mlp_sizes(x: Tensor, weights: tuple[Tensor, ...]) -> tuple[int, ...]:
-    """T, c, m, P."""
-    return x.shape[0], x.shape[1], weights[2].shape[1], x.shape[2]
+    """T, groups of positions, c, m, P."""
+    return x.shape[0], 1, x.shape[1], weights[2].shape[1], x.shape[2]
 
 
 def _blocks(x: Tensor, *weights: Tensor, eps: float, keep: bool) -> Any:
@@ -194,7 +194,8 @@ def _block_sizes(x: Tensor, weights: tuple[Tensor, ...]) -> tuple[int, ...]:
 
 def _transformer(x: Tensor, *weights: Tensor, heads: int, eps: float, keep: bool) -> Any:
     sizes = _transformer_sizes(x, weights, heads)
-    kept = x.new_empty(3 * sizes[0] * x.numel()) if keep else None
+    images = _library(x).transformer_images(*sizes[-2:])
+    kept = x.new_empty(3 * sizes[0] * len(x) * x.shape[1] * images) if keep else None
     (y,) = _filled("transformer_forward", (x, weights, kept), [x], (*sizes, eps))
     return y, (kept, *weights)
 
@@ -266,9 +267,13 @@ def _call(name: str, tensors: tuple[Any, ...], numbers: tuple[Any, ...]) -> None
             f"{name}: expected contiguous tensors of one type, float32 or float64, on the CPU, found {kinds}"
         )
     values = [ctypes.c_double(n) if isinstance(n, float) else ctypes.c_long(n) for n in numbers]
-    function = getattr(library("float" if given[0].dtype == torch.float32 else "double")[0], name)
+    function = getattr(_library(given[0]), name)
     if function(*map(_pointer, tensors), *values):
         raise MemoryError(f"{name}: cannot allocate the workspace")
+
+
+def _library(like: Tensor) -> ctypes.CDLL:
+    return library("float" if like.dtype == torch.float32 else "double")[0]
 
 
 def _pointer(item: Any) -> Any:

@@ -114,30 +114,23 @@ static void attend_backward(const REAL *q, const REAL *k, const REAL *v, REAL *g
   }
 }
 
-/* (c, n, batch), images `first` and following -> (c, row), tokens of `images`, zeros beyond the batch; and back, plus
-   `more`, laid out as the result, unless it is NULL */
-static void gather(const REAL *from, REAL *to, long c, long n, long batch, long first, long row, long images) {
+/* (rows, batch), images `first` and following -> (rows, images), zeros beyond the batch; and back */
+static void gather(const REAL *from, REAL *to, long rows, long batch, long first, long images) {
   const long count = batch - first < images ? batch - first : images;
-  for (long i = 0; i < c; i++)
-    for (long j = 0; j < n; j++) {
-      const REAL *x = from + (i * n + j) * batch + first;
-      REAL *y = to + i * row + j * images;
-      long l = 0;
-      for (; l + LANES <= count; l += LANES) put(y + l, get(x + l));
-      for (; l < images; l++) y[l] = l < count ? x[l] : 0;
-    }
+  for (long i = 0; i < rows; i++, from += batch, to += images) {
+    long l = 0;
+    for (; l + LANES <= count; l += LANES) put(to + l, get(from + first + l));
+    for (; l < images; l++) to[l] = l < count ? from[first + l] : 0;
+  }
 }
 
-static void scatter(const REAL *from, const REAL *more, REAL *to, long c, long n, long batch, long first, long row, long images) {
+static void scatter(const REAL *from, REAL *to, long rows, long batch, long first, long images) {
   const long count = batch - first < images ? batch - first : images;
-  for (long i = 0; i < c; i++)
-    for (long j = 0; j < n; j++) {
-      const REAL *x = from + i * row + j * images, *z = more ? more + (i * n + j) * batch + first : NULL;
-      REAL *y = to + (i * n + j) * batch + first;
-      long l = 0;
-      for (; l + LANES <= count; l += LANES) put(y + l, get(x + l) + (z ? get(z + l) : (vec){}));
-      for (; l < count; l++) y[l] = x[l] + (z ? z[l] : 0);
-    }
+  for (long i = 0; i < rows; i++, from += images, to += batch) {
+    long l = 0;
+    for (; l + LANES <= count; l += LANES) put(to + first + l, get(from + l));
+    for (; l < count; l++) to[first + l] = from[l];
+  }
 }
 
 /* y (T H, d, n, B) from qkv (T, 3, H, d, n, B). */
@@ -149,9 +142,9 @@ int attention_forward(const REAL *qkv, REAL *y, long networks, long heads, long 
     for (long h = 0; h < heads; h++)
       for (long b = 0; b < batch; b += LANES) {
         const REAL *at = qkv + (t * 3 * heads + h) * size;
-        for (int i = 0; i < 3; i++) gather(at + i * heads * size, q + i * part, d, n, batch, b, row, LANES);
+        for (long i = 0; i < 3 * d; i++) gather(at + i / d * heads * size + i % d * n * batch, q + i * row, n, batch, b, LANES);
         attend(q, k, v, out, space, d, n, row, LANES);
-        scatter(out, NULL, y + (t * heads + h) * size, d, n, batch, b, row, LANES);
+        for (long i = 0; i < d; i++) scatter(out + i * row, y + ((t * heads + h) * d + i) * n * batch, n, batch, b, LANES);
       }
   free(q);
   return 0;
@@ -167,11 +160,12 @@ int attention_backward(const REAL *qkv, const REAL *grad, REAL *grad_qkv, long n
     for (long h = 0; h < heads; h++)
       for (long b = 0; b < batch; b += LANES) {
         const long at = (t * 3 * heads + h) * size;
-        for (int i = 0; i < 3; i++) gather(qkv + at + i * heads * size, q + i * part, d, n, batch, b, row, LANES);
-        gather(grad + (t * heads + h) * size, g, d, n, batch, b, row, LANES);
+        for (long i = 0; i < 3 * d; i++) gather(qkv + at + i / d * heads * size + i % d * n * batch, q + i * row, n, batch, b, LANES);
+        for (long i = 0; i < d; i++) gather(grad + ((t * heads + h) * d + i) * n * batch, g + i * row, n, batch, b, LANES);
         memset(of_q, 0, 3 * part * sizeof(REAL));
         attend_backward(q, q + part, q + 2 * part, g, of_q, of_q + part, of_q + 2 * part, space, d, n, row, LANES);
-        for (int i = 0; i < 3; i++) scatter(of_q + i * part, NULL, grad_qkv + at + i * heads * size, d, n, batch, b, row, LANES);
+        for (long i = 0; i < 3 * d; i++)
+          scatter(of_q + i * row, grad_qkv + at + i / d * heads * size + i % d * n * batch, n, batch, b, LANES);
       }
   free(q);
   return 0;
@@ -181,32 +175,34 @@ int attention_backward(const REAL *qkv, const REAL *grad, REAL *grad_qkv, long n
 
    The weights `w` of one network: gain and shift of the norm (c), W (3 c, c), b (3 c), W_p (c, c) and b_p (c). */
 
-/* Sizes of what is worked on at once: whole vectors of images, with enough positions for the products. */
+/* Of n tokens and a batch: images that are worked on at once, whole vectors of them with enough positions for the
+   products; how many such groups there are; positions of a group, in whole slabs; and the distance of channels. */
 typedef struct {
-  long images, positions, row;
-} group;
+  long images, groups, positions, slabs, row;
+} shape;
 
-static group group_of(long n, long batch) {
-  group s = {LANES, 0, 0};
+static shape shape_of(long n, long batch) {
+  shape s = {.images = LANES};
   while (s.images < batch && n * s.images < 2 * BLOCK) s.images *= 2;
-  s.positions = (n * s.images + SLAB - 1) / SLAB * SLAB;
-  s.row = s.positions + LANES;
+  s.groups = (batch + s.images - 1) / s.images;
+  s.positions = n * s.images;
+  s.slabs = (s.positions + SLAB - 1) / SLAB * SLAB;
+  s.row = s.slabs + LANES;
   return s;
 }
 
-/* x and y (c, n, B); `kept` (c, n, B), the input of W_p, is returned for the backward pass. */
-int attention_layer_forward(const REAL *x, const REAL *const *w, REAL *kept, REAL *y, long c, long heads, long n, long batch,
-                            double eps) {
-  const group s = group_of(n, batch);
-  const long d = c / heads, each = c * s.row;
+/* y from x, both (groups, c, positions); `kept`, as large, is the input of W_p, for the backward pass. */
+static int layer_forward(const REAL *x, const REAL *const *w, REAL *kept, REAL *y, long c, long heads, long n, shape s,
+                         double eps) {
+  const long d = c / heads, each = c * s.row, size = c * s.positions;
   REAL *u = numbers(5 * each + SLAB + 3 * c * c + 3 * c + attention_space(n)), *qkv = u + each, *out = qkv + 3 * each;
   REAL *scale = out + each, *v = scale + SLAB, *e = v + 3 * c * c, *space = e + 3 * c;
   if (!u) return 1;
-  memset(u, 0, 5 * each * sizeof(REAL));
+  memset(out, 0, each * sizeof(REAL)); /* positions that fill up a slab */
   with_norm(w[2], w[3], w[0], w[1], v, e, 3 * c, c);
-  for (long b = 0; b < batch; b += s.images) {
-    gather(x, u, c, n, batch, b, s.row, s.images);
-    for (long p = 0; p < s.positions; p += SLAB) {
+  for (long b = 0; b < s.groups; b++, x += size, y += size) {
+    load(x, u, s.row, c, s.positions, s.positions);
+    for (long p = 0; p < s.slabs; p += SLAB) {
       normalise(u + p, scale, s.row, c, (REAL)eps);
       multiply(v, u + p, qkv + p, e, s.row, 3 * c, c, 0);
     }
@@ -215,54 +211,52 @@ int attention_layer_forward(const REAL *x, const REAL *const *w, REAL *kept, REA
         REAL *q = qkv + h * d * s.row + l;
         attend(q, q + each, q + 2 * each, out + h * d * s.row + l, space, d, n, s.row, s.images);
       }
-    for (long p = 0; p < s.positions; p += SLAB) multiply(w[4], out + p, u + p, w[5], s.row, c, c, 0);
-    if (kept) scatter(out, NULL, kept, c, n, batch, b, s.row, s.images);
-    scatter(u, x, y, c, n, batch, b, s.row, s.images);
-    memset(u, 0, each * sizeof(REAL)); /* positions that fill up a slab */
+    for (long p = 0; p < s.slabs; p += SLAB) multiply(w[4], out + p, u + p, w[5], s.row, c, c, 0);
+    if (kept) store(out, NULL, kept + b * size, s.row, c, s.positions, s.positions);
+    store(u, x, y, s.row, c, s.positions, s.positions);
   }
   free(u);
   return 0;
 }
 
 /* The gradients `to` of the weights and of x, given grad, the gradient of y. */
-int attention_layer_backward(const REAL *x, const REAL *kept, const REAL *const *w, const REAL *grad, REAL *grad_x,
-                             REAL *const *to, long c, long heads, long n, long batch, double eps) {
-  const group s = group_of(n, batch);
-  const long d = c / heads, each = c * s.row, sums = (4 * c * c + 4 * c) * LANES;
+static int layer_backward(const REAL *x, const REAL *kept, const REAL *const *w, const REAL *grad, REAL *grad_x,
+                          REAL *const *to, long c, long heads, long n, shape s, double eps) {
+  const long d = c / heads, each = c * s.row, size = c * s.positions, sums = (4 * c * c + 4 * c) * LANES;
   REAL *u = numbers(10 * each + sums + s.row + 7 * c * c + 3 * c + attention_space(n)), *qkv = u + each, *y = qkv + 3 * each;
   if (!u) return 1;
   REAL *g = y + each, *of_y = g + each, *of_qkv = of_y + each, *s_qkv = of_qkv + 3 * each, *s_p = s_qkv + 3 * c * c * LANES;
   REAL *s_b = s_p + c * c * LANES, *s_bp = s_b + 3 * c * LANES, *scale = s_bp + c * LANES, *v = scale + s.row;
   REAL *vt = v + 3 * c * c, *pt = vt + 3 * c * c, *e = pt + c * c, *space = e + 3 * c;
-  memset(u, 0, (10 * each + sums) * sizeof(REAL));
+  memset(of_qkv, 0, (3 * each + sums) * sizeof(REAL));
   with_norm(w[2], w[3], w[0], w[1], v, e, 3 * c, c);
   transpose(v, vt, 3 * c, c);
   transpose(w[4], pt, c, c);
-  for (long b = 0; b < batch; b += s.images) {
-    gather(x, u, c, n, batch, b, s.row, s.images);
-    gather(kept, y, c, n, batch, b, s.row, s.images);
-    gather(grad, g, c, n, batch, b, s.row, s.images);
-    for (long p = 0; p < s.positions; p += SLAB) {
+  for (long b = 0; b < s.groups; b++, x += size, kept += size, grad += size, grad_x += size) {
+    load(x, u, s.row, c, s.positions, s.positions);
+    load(kept, y, s.row, c, s.positions, s.positions);
+    load(grad, g, s.row, c, s.positions, s.positions);
+    for (long p = 0; p < s.slabs; p += SLAB) {
       normalise(u + p, scale + p, s.row, c, (REAL)eps);
       multiply(v, u + p, qkv + p, e, s.row, 3 * c, c, 0);
       multiply(pt, g + p, of_y + p, NULL, s.row, c, c, 0);
     }
-    add_products(g, y, s_p, s.row, c, c, s.positions);
-    add_sums(g, s_bp, s.row, c, s.positions);
-    for (long i = c; i < 3 * c; i++) memset(of_qkv + i * s.row, 0, s.positions * sizeof(REAL));
+    add_products(g, y, s_p, s.row, c, c, s.slabs);
+    add_sums(g, s_bp, s.row, c, s.slabs);
+    memset(of_qkv + each, 0, 2 * each * sizeof(REAL));
     for (long h = 0; h < heads; h++)
       for (long l = 0; l < s.images; l += LANES) {
         const long at = h * d * s.row + l;
         REAL *q = qkv + at, *of_q = of_qkv + at;
         attend_backward(q, q + each, q + 2 * each, of_y + at, of_q, of_q + each, of_q + 2 * each, space, d, n, s.row, s.images);
       }
-    add_products(of_qkv, u, s_qkv, s.row, 3 * c, c, s.positions);
-    add_sums(of_qkv, s_b, s.row, 3 * c, s.positions);
-    for (long p = 0; p < s.positions; p += SLAB) {
+    add_products(of_qkv, u, s_qkv, s.row, 3 * c, c, s.slabs);
+    add_sums(of_qkv, s_b, s.row, 3 * c, s.slabs);
+    for (long p = 0; p < s.slabs; p += SLAB) {
       multiply(vt, of_qkv + p, g + p, NULL, s.row, c, 3 * c, 0);
       normalise_backward(g + p, u + p, scale + p, s.row, c);
     }
-    scatter(g, grad, grad_x, c, n, batch, b, s.row, s.images);
+    store(g, grad, grad_x, s.row, c, s.positions, s.positions);
   }
   finish(s_qkv, to[2], 3 * c * c);
   finish(s_b, to[3], 3 * c);
@@ -278,49 +272,62 @@ int attention_layer_backward(const REAL *x, const REAL *kept, const REAL *const 
 #define WEIGHTS 12 /* of a block: those of the attention layer, and gain, shift, W1, b1, W2 and b2 of the MLP */
 
 int mlp_forward(const REAL *, const REAL *, const REAL *, const REAL *, const REAL *, const REAL *, const REAL *,
-                const REAL *, REAL *, long, long, long, long, double);
+                const REAL *, REAL *, long, long, long, long, long, double);
 int mlp_backward(const REAL *, const REAL *, const REAL *, const REAL *, const REAL *, const REAL *, const REAL *, const REAL *,
-                 REAL *, REAL *, REAL *, REAL *, REAL *, REAL *, REAL *, long, long, long, long, double);
+                 REAL *, REAL *, REAL *, REAL *, REAL *, REAL *, REAL *, long, long, long, long, long, double);
 
-/* y (T c, n, B) from x and the weights of each block; `kept` of T 3 blocks c n B numbers is filled for the backward pass
-   unless it is NULL: of each network and block its input, the input of W_p, and that of the MLP. */
+/* Images in all groups, zeros among them. */
+int transformer_images(long n, long batch) { return shape_of(n, batch).images * shape_of(n, batch).groups; }
+
+/* y (T c, n, B) from x and the weights of each block; `kept`, T 3 blocks c n images numbers, is filled for the backward
+   pass unless it is NULL: of each network and block its input, the input of W_p, and that of the MLP, group by group. */
 int transformer_forward(const REAL *x, const REAL *const *weights, REAL *kept, REAL *y, long blocks, long networks, long c,
                         long m, long heads, long n, long batch, double eps) {
-  const long size = c * n * batch, sizes[WEIGHTS] = {c, c, 3 * c * c, 3 * c, c * c, c, c, c, m * c, m, c * m, c};
-  REAL *memory = kept ? kept : numbers(3 * size);
+  const shape s = shape_of(n, batch);
+  const long part = c * s.positions, size = part * s.groups;
+  const long sizes[WEIGHTS] = {c, c, 3 * c * c, 3 * c, c * c, c, c, c, m * c, m, c * m, c};
+  REAL *memory = numbers(3 * size);
   int failed = !memory;
-  for (long t = 0; t < networks && !failed; t++)
+  for (long t = 0; t < networks && !failed; t++) {
+    REAL *in = kept ? kept + t * blocks * 3 * size : memory;
+    for (long b = 0; b < s.groups; b++) gather(x + t * c * n * batch, in + b * part, c * n, batch, b * s.images, s.images);
     for (long l = 0; l < blocks && !failed; l++) {
       const REAL *w[WEIGHTS];
       for (int i = 0; i < WEIGHTS; i++) w[i] = weights[l * WEIGHTS + i] + t * sizes[i];
-      REAL *in = kept ? kept + (t * blocks + l) * 3 * size : memory, *middle = in + 2 * size;
-      REAL *next = l + 1 == blocks ? y + t * size : kept ? in + 3 * size : in;
-      if (l == 0) memcpy(in, x + t * size, size * sizeof(REAL));
-      failed = attention_layer_forward(in, w, kept ? in + size : NULL, middle, c, heads, n, batch, eps) ||
-               mlp_forward(middle, w[6], w[7], w[8], w[9], w[10], w[11], middle, next, 1, c, m, n * batch, eps);
+      REAL *const middle = in + 2 * size, *next = l + 1 == blocks ? memory : kept ? in + 3 * size : in;
+      failed = layer_forward(in, w, kept ? in + size : NULL, middle, c, heads, n, s, eps) ||
+               mlp_forward(middle, w[6], w[7], w[8], w[9], w[10], w[11], middle, next, 1, s.groups, c, m, s.positions, eps);
+      in = next;
     }
-  if (!kept) free(memory);
+    for (long b = 0; b < s.groups; b++) scatter(memory + b * part, y + t * c * n * batch, c * n, batch, b * s.images, s.images);
+  }
+  free(memory);
   return failed;
 }
 
 /* grad_x and the gradients of all weights, given grad, the gradient of y, and what the forward pass kept. */
 int transformer_backward(const REAL *grad, const REAL *const *weights, const REAL *kept, REAL *grad_x, REAL *const *grads,
                          long blocks, long networks, long c, long m, long heads, long n, long batch, double eps) {
-  const long size = c * n * batch, sizes[WEIGHTS] = {c, c, 3 * c * c, 3 * c, c * c, c, c, c, m * c, m, c * m, c};
-  REAL *inner = numbers(size);
-  int failed = !inner;
-  for (long t = 0; t < networks && !failed; t++)
+  const shape s = shape_of(n, batch);
+  const long part = c * s.positions, size = part * s.groups;
+  const long sizes[WEIGHTS] = {c, c, 3 * c * c, 3 * c, c * c, c, c, c, m * c, m, c * m, c};
+  REAL *g = numbers(2 * size), *inner = g + size;
+  int failed = !g;
+  for (long t = 0; t < networks && !failed; t++) {
+    for (long b = 0; b < s.groups; b++) gather(grad + t * c * n * batch, g + b * part, c * n, batch, b * s.images, s.images);
     for (long l = blocks - 1; l >= 0 && !failed; l--) {
-      const REAL *w[WEIGHTS], *in = kept + (t * blocks + l) * 3 * size, *g = (l + 1 == blocks ? grad : grad_x) + t * size;
+      const REAL *w[WEIGHTS], *in = kept + (t * blocks + l) * 3 * size;
       REAL *to[WEIGHTS];
       for (int i = 0; i < WEIGHTS; i++) {
         w[i] = weights[l * WEIGHTS + i] + t * sizes[i];
         to[i] = grads[l * WEIGHTS + i] + t * sizes[i];
       }
       failed = mlp_backward(in + 2 * size, w[6], w[7], w[8], w[9], w[10], g, g, inner, to[6], to[7], to[8], to[9], to[10],
-                            to[11], 1, c, m, n * batch, eps) ||
-               attention_layer_backward(in, in + size, w, inner, grad_x + t * size, to, c, heads, n, batch, eps);
+                            to[11], 1, s.groups, c, m, s.positions, eps) ||
+               layer_backward(in, in + size, w, inner, g, to, c, heads, n, s, eps);
     }
-  free(inner);
+    for (long b = 0; b < s.groups; b++) scatter(g + b * part, grad_x + t * c * n * batch, c * n, batch, b * s.images, s.images);
+  }
+  free(g);
   return failed;
 }

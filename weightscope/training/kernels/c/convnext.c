@@ -12,9 +12,9 @@
 int depthwise_forward(const REAL *, const REAL *, const REAL *, REAL *, long, long, long, long, long, long);
 int depthwise_backward(const REAL *, const REAL *, const REAL *, const REAL *, REAL *, REAL *, REAL *, long, long, long, long, long, long);
 int mlp_forward(const REAL *, const REAL *, const REAL *, const REAL *, const REAL *, const REAL *, const REAL *,
-                const REAL *, REAL *, long, long, long, long, double);
+                const REAL *, REAL *, long, long, long, long, long, double);
 int mlp_backward(const REAL *, const REAL *, const REAL *, const REAL *, const REAL *, const REAL *, const REAL *, const REAL *,
-                 REAL *, REAL *, REAL *, REAL *, REAL *, REAL *, REAL *, long, long, long, long, double);
+                 REAL *, REAL *, REAL *, REAL *, REAL *, REAL *, REAL *, long, long, long, long, long, double);
 
 /* Images of `numbers_each` numbers that are worked on at once. */
 static long group(long numbers_each, long batch) {
@@ -47,7 +47,7 @@ int blocks_forward(const REAL *x, const REAL *const *weights, REAL *kept, REAL *
         const REAL *w[WEIGHTS];
         for (int i = 0; i < WEIGHTS; i++) w[i] = weights[l * WEIGHTS + i] + t * sizes[i];
         failed = depthwise_forward(in, w[0], w[1], in + step, c, height, width, count, k, 1) ||
-                 mlp_forward(in + step, w[2], w[3], w[4], w[5], w[6], w[7], in, l + 1 < blocks ? in + 2 * step : out, 1, c, m,
+                 mlp_forward(in + step, w[2], w[3], w[4], w[5], w[6], w[7], in, l + 1 < blocks ? in + 2 * step : out, 1, 1, c, m,
                              height * width * count, eps);
       }
       bring(out, y + t * size * batch, size, batch, first, count);
@@ -79,7 +79,7 @@ int blocks_backward(const REAL *grad, const REAL *const *weights, const REAL *ke
           to[i] = first ? at : grads[l * WEIGHTS + i] + t * sizes[i];
           at += sizes[i];
         }
-        failed = mlp_backward(in + step, w[2], w[3], w[4], w[5], w[6], g, NULL, inner, to[2], to[3], to[4], to[5], to[6], to[7], 1,
+        failed = mlp_backward(in + step, w[2], w[3], w[4], w[5], w[6], g, NULL, inner, to[2], to[3], to[4], to[5], to[6], to[7], 1, 1,
                               c, m, height * width * count, eps) ||
                  depthwise_backward(in, w[0], inner, g, next, to[0], to[1], c, height, width, count, k, 1);
         REAL *const last = g;

@@ -2,25 +2,26 @@
 
 #include "rows.h"
 
-/* y (T, c, P) from x (T, c, P), plus `more` (T, c, P) unless it is NULL; gain, shift, b2 (T, c), w1 (T, m, c), b1 (T, m), w2 (T, c, m). */
+/* y (T, G, c, P) from x, plus `more`, as large, unless it is NULL, for G groups of P positions; gain, shift, b2 (T, c), w1 (T, m, c), b1 (T, m), w2 (T, c, m). */
 int mlp_forward(const REAL *x, const REAL *gain, const REAL *shift, const REAL *w1, const REAL *b1, const REAL *w2,
-                const REAL *b2, const REAL *more, REAL *y, long networks, long c, long m, long positions, double eps) {
+                const REAL *b2, const REAL *more, REAL *y, long networks, long groups, long c, long m, long positions, double eps) {
   REAL *unit = numbers((2 * c + m) * STRIDE + SLAB + m * c + m), *out = unit + c * STRIDE, *active = out + c * STRIDE;
   REAL *scale = active + m * STRIDE, *v = scale + SLAB, *e = v + m * c;
   if (!unit) return 1;
   for (long t = 0; t < networks; t++) {
     with_norm(w1 + t * m * c, b1 + t * m, gain + t * c, shift + t * c, v, e, m, c);
-    for (long p = 0; p < positions; p += BLOCK) {
-      const long at = t * c * positions + p, count = positions - p < BLOCK ? positions - p : BLOCK;
-      load(x + at, unit, STRIDE, c, positions, count);
-      for (long s = 0; s < count; s += SLAB) {
-        normalise(unit + s, scale, STRIDE, c, (REAL)eps);
-        multiply(v, unit + s, active + s, e, STRIDE, m, c, 0);
-        activate(active + s, NULL, STRIDE, m);
-        multiply(w2 + t * m * c, active + s, out + s, b2 + t * c, STRIDE, c, m, 0);
+    for (long part = t * groups; part < (t + 1) * groups; part++)
+      for (long p = 0; p < positions; p += BLOCK) {
+        const long at = part * c * positions + p, count = positions - p < BLOCK ? positions - p : BLOCK;
+        load(x + at, unit, STRIDE, c, positions, count);
+        for (long s = 0; s < count; s += SLAB) {
+          normalise(unit + s, scale, STRIDE, c, (REAL)eps);
+          multiply(v, unit + s, active + s, e, STRIDE, m, c, 0);
+          activate(active + s, NULL, STRIDE, m);
+          multiply(w2 + t * m * c, active + s, out + s, b2 + t * c, STRIDE, c, m, 0);
+        }
+        store(out, more ? more + at : NULL, y + at, STRIDE, c, positions, count);
       }
-      store(out, more ? more + at : NULL, y + at, STRIDE, c, positions, count);
-    }
   }
   free(unit);
   return 0;
@@ -29,7 +30,7 @@ int mlp_forward(const REAL *x, const REAL *gain, const REAL *shift, const REAL *
 /* All gradients, given grad, the gradient of y; `more` is added to that of x; intermediate values are recomputed block by block. */
 int mlp_backward(const REAL *x, const REAL *gain, const REAL *shift, const REAL *w1, const REAL *b1, const REAL *w2,
                  const REAL *grad, const REAL *more, REAL *grad_x, REAL *grad_gain, REAL *grad_shift, REAL *grad_w1, REAL *grad_b1,
-                 REAL *grad_w2, REAL *grad_b2, long networks, long c, long m, long positions, double eps) {
+                 REAL *grad_w2, REAL *grad_b2, long networks, long groups, long c, long m, long positions, double eps) {
   const long products = m * c, sums = (2 * products + c + m) * LANES;
   REAL *unit = numbers((3 * c + 2 * m) * STRIDE + SLAB + sums + 3 * products + m);
   if (!unit) return 1;
@@ -43,25 +44,26 @@ int mlp_backward(const REAL *x, const REAL *gain, const REAL *shift, const REAL 
     with_norm(w1_t, b1 + t * m, gain_t, shift_t, v, e, m, c);
     transpose(v, vt, m, c);
     transpose(w2 + t * products, w2t, c, m);
-    for (long p = 0; p < positions; p += BLOCK) {
-      const long at = t * c * positions + p, count = positions - p < BLOCK ? positions - p : BLOCK;
-      const long used = (count + SLAB - 1) / SLAB * SLAB;
-      load(x + at, unit, STRIDE, c, positions, count);
-      load(grad + at, g, STRIDE, c, positions, count);
-      for (long s = 0; s < count; s += SLAB) {
-        normalise(unit + s, scale, STRIDE, c, (REAL)eps);
-        multiply(v, unit + s, active + s, e, STRIDE, m, c, 0);
-        activate(active + s, hidden + s, STRIDE, m);
-        multiply(w2t, g + s, hidden + s, NULL, STRIDE, m, c, 1);
-        multiply(vt, hidden + s, out + s, NULL, STRIDE, c, m, 0);
-        normalise_backward(out + s, unit + s, scale, STRIDE, c);
+    for (long part = t * groups; part < (t + 1) * groups; part++)
+      for (long p = 0; p < positions; p += BLOCK) {
+        const long at = part * c * positions + p, count = positions - p < BLOCK ? positions - p : BLOCK;
+        const long used = (count + SLAB - 1) / SLAB * SLAB;
+        load(x + at, unit, STRIDE, c, positions, count);
+        load(grad + at, g, STRIDE, c, positions, count);
+        for (long s = 0; s < count; s += SLAB) {
+          normalise(unit + s, scale, STRIDE, c, (REAL)eps);
+          multiply(v, unit + s, active + s, e, STRIDE, m, c, 0);
+          activate(active + s, hidden + s, STRIDE, m);
+          multiply(w2t, g + s, hidden + s, NULL, STRIDE, m, c, 1);
+          multiply(vt, hidden + s, out + s, NULL, STRIDE, c, m, 0);
+          normalise_backward(out + s, unit + s, scale, STRIDE, c);
+        }
+        add_products(g, active, s_w2, STRIDE, c, m, used);
+        add_products(hidden, unit, s_w1, STRIDE, m, c, used);
+        add_sums(g, s_b2, STRIDE, c, used);
+        add_sums(hidden, s_b1, STRIDE, m, used);
+        store(out, more ? more + at : NULL, grad_x + at, STRIDE, c, positions, count);
       }
-      add_products(g, active, s_w2, STRIDE, c, m, used);
-      add_products(hidden, unit, s_w1, STRIDE, m, c, used);
-      add_sums(g, s_b2, STRIDE, c, used);
-      add_sums(hidden, s_b1, STRIDE, m, used);
-      store(out, more ? more + at : NULL, grad_x + at, STRIDE, c, positions, count);
-    }
     REAL *of_w1 = grad_w1 + t * products, *of_b1 = grad_b1 + t * m, *of_gain = grad_gain + t * c, *of_shift = grad_shift + t * c;
     finish(s_w1, of_w1, products);
     finish(s_w2, grad_w2 + t * products, products);
