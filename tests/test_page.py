@@ -90,7 +90,7 @@ def test_the_numbers_of_a_population_are_those_of_the_results(population, tmp_pa
     assert "learning_rate" not in cells
     assert found.text("h1") == "a<b>.pop"
     captions = found.words["figcaption"]
-    assert len(found.all("img")) == len(captions) == 4  # metrics, map, over depth, over training
+    assert len(found.all("img")) == len(captions) == 3  # metrics, map, over training
     assert expected.summary() in found.text("p")
 
 

@@ -144,7 +144,7 @@ def export(source: str, out: Path, select: str, partial: bool, workers: Any) -> 
 @click.option("--at", type=int, help="For a population with snapshots: the epoch (of sequences, the step) of training.")
 @partial_option
 def report(source: str, out: Path, select: str, at: int | None, partial: bool) -> None:
-    """Write a population as a page: its metrics, a map and a table of correlations, over depth and training.
+    """Write a population as a page: its metrics, a map and a table of correlations, and these over training.
 
     One HTML file without scripts, for which a browser needs no server and no network.
 

@@ -4,9 +4,7 @@ A page is one file without scripts, which opens without a server, in light and d
 """
 
 import base64
-import math
 import struct
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,13 +17,12 @@ from weightscope._util import atomic
 from weightscope.analysis.exchangeable import ExchangeableCovariance, covariance_exchangeable, emergence, p_floor
 from weightscope.data.metrics import PER_EPOCH, at_end, metric_named
 from weightscope.errors import AnatomyError, UsageError
+from weightscope.plots.theme import signed
 from weightscope.population import Population
-from weightscope.statistics.exchangeable import Pair
 from weightscope.statistics.index_effects import described
 
 _NOT_RESULTS = ("diverged", "duplicate", "init", "learning_rate", "weight_decay")
 _PAIRS = 30  # rows of the table
-_CURVES = 6  # lines of a picture
 _CSS_PIXELS = 96  # per inch
 
 
@@ -43,9 +40,9 @@ def write_page(population: Population, path: str | Path, select: str | Sequence[
     """Write the page of a population; returns its path.
 
     It shows the metrics of the networks, the correlations of `covariance_exchangeable` of the selected tensors as a map
-    and as a table of the strongest pairs, the correlations that every block has over depth and, if there are snapshots,
-    the strongest correlations over training (`emergence`). Of `population.at(4)`, it shows the weights of that
-    snapshot. If the networks' permutations are unknown, the page says so.
+    and as a table of the strongest pairs and, if there are snapshots, the strongest correlations over training
+    (`emergence`). Of `population.at(4)`, it shows the weights of that snapshot. If the networks' permutations are
+    unknown, the page says so.
 
     Example:
         >>> write_page(Population("digits.pop"), "page.html")
@@ -93,8 +90,8 @@ def population_sections(population: Population, found: ExchangeableCovariance | 
     rows = [
         [
             found.words(pair) + ("" if pair.signed else " (largest canonical)"),
-            _signed(pair.correlation),
-            f"{_signed(pair.ci95[0])} to {_signed(pair.ci95[1])}",
+            signed(pair.correlation, 2),
+            f"{signed(pair.ci95[0], 2)} to {signed(pair.ci95[1], 2)}",
             p_floor(pair),
         ]
         for pair in sure[:_PAIRS]
@@ -104,12 +101,8 @@ def population_sections(population: Population, found: ExchangeableCovariance | 
     elif len(sure) > _PAIRS:
         text.append(f"The table has the {_PAIRS} of {len(sure)} pairs with the smallest p (< 0.05, adjusted for all).")
     caption = "Outside the blocks on the diagonal: correlations between tensors and between layers."
-    pictures = [(found.plot(), caption), *_over_depth(found)]
-    return [*sections, Section("Correlations of the weights", text, pictures, (heads, rows) if rows else None)]
-
-
-def _signed(value: float, decimals: int = 2) -> str:
-    return f"{value:+.{decimals}f}".replace("-", "−")
+    table = (heads, rows) if rows else None
+    return [*sections, Section("Correlations of the weights", text, [(found.plot(), caption)], table)]
 
 
 def _embedded(drawn: Any) -> dict[str, Any]:
@@ -134,26 +127,3 @@ def _metrics(population: Population) -> Section:
     heads = ["metric", "5 % of the networks below", "median", "95 % below"]
     text = [f"{len(kept):,} networks of {population.spec.size:,} weights each, {(~kept).sum():,} of them left out."]
     return Section("Metrics of the networks", text, pictures, (heads, rows) if rows else None)
-
-
-def _over_depth(found: ExchangeableCovariance) -> list[tuple[Any, str]]:
-    """Correlations of the same two parts in every block, the largest effects first."""
-    lines = defaultdict[str, dict[str, Pair]](dict)
-    for pair in found.pairs():
-        block, _, parts = found.words(pair).partition(": ")
-        if pair.signed and pair.a.startswith(f"{block}.") and pair.b.startswith(f"{block}."):
-            lines[parts][block] = pair
-    several = {name: line for name, line in lines.items() if len(line) > 1}
-    if not several:
-        return []
-    views = [view.name for view in found.permutations.parts]
-    blocks = {block for line in several.values() for block in line}
-    order = sorted(blocks, key=lambda block: [name.startswith(f"{block}.") for name in views].index(True))
-    curves = []
-    for name, line in list(several.items())[:_CURVES]:
-        r = [line[block].correlation if block in line else math.nan for block in order]
-        ends = [line[block].ci95 if block in line else (math.nan, math.nan) for block in order]
-        errors = [(high - low) / (2 * 1.96) for low, high in ends]
-        curves.append(plots.Curve(name, range(len(order)), {"correlation": r}, {"correlation": errors}))
-    figure = plots.depth_curves(curves, [plots.Statistic("correlation", "correlation", 0.0)], axis="block")
-    return [(figure, "Correlations within a block, over depth, with 95 % intervals.")]

@@ -3,7 +3,7 @@
 import itertools
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
@@ -189,16 +189,14 @@ def _left_out_line(layers: tuple[str, ...]) -> list[str]:
 _DEAD = 1e-3  # norm relative to the largest; weight decay takes a filter without gradient far below it
 
 
-def filter_distributions(
-    source: Any, config: Mapping[str, Any] | None = None, *, strict: bool = True
-) -> list[FilterDistribution]:
+def filter_distributions(source: Any, *, strict: bool = True) -> list[FilterDistribution]:
     """Mean and covariance of the filters of every depthwise layer, in depth order (thesis Eq. 3.3).
 
     A filter is counted as dead if its norm is below a thousandth of the largest of its layer, or of what is typical of
     the network's layers (the median of their largest). A layer whose filters are one-dimensional, not square or of even
     size is a UsageError (`strict`), or is left out with a warning.
     """
-    parts = depthwise(source, config, strict=strict, caller="filter_distributions")
+    parts = depthwise(source, strict=strict, caller="filter_distributions")
     found, others = square_distributions(parts), [part for part in parts if not part.square]
     if others and strict:
         raise UsageError(f"expected square filters of odd size in every layer, found {listed(others)}")
