@@ -20,12 +20,13 @@ from weightscope.anatomy.places import unit_offset
 from weightscope.anatomy.tensors import (
     NamedTensors,
     Parts,
-    Place,
     Rows,
     Slot,
+    Unread,
     deepest,
     in_layers,
     of_part,
+    path_of,
     places,
 )
 from weightscope.errors import AnatomyError, DataError, UsageError
@@ -37,15 +38,17 @@ _CROSS = re.compile(
 )
 
 
+def schemes() -> dict[Scheme, tuple[str, ...]]:
+    """The names of queries, keys and values, and all that have to be there."""
+    return {(q, k, v): tuple(dict.fromkeys((q, k, v, *more))) for q, k, v, *more in names("projections")}
+
+
 def find(tensors: NamedTensors) -> Parts[AttentionPart]:
     """All attention modules, in order; the cross-attention of a block is in the layer of its self-attention."""
     reader = _Reader(tensors)
-    schemes: dict[Scheme, Sequence[str]] = {
-        (q, k, v): tuple(dict.fromkeys((q, k, v, *more))) for q, k, v, *more in names("projections")
-    }
-    found = reader.of_one_width(places(tensors, schemes, reader.part))
+    found = reader.of_one_width(places(tensors, schemes(), reader.part))
     reader.check_given()
-    return in_layers(found + reader.nameless({one.path for one in found}), tensors, same_block, owner)
+    return in_layers(found + reader.nameless(set(map(path_of, found))), tensors, same_block, owner)
 
 
 class _Reader:
@@ -183,24 +186,25 @@ class _Reader:
         if self.layout is not None and not self.packed:
             raise UsageError(f"layout={self.layout!r}: the model has no packed projections that it could be about")
 
-    def of_one_width(self, found: list[Place]) -> list[Place]:
-        """The places, without the parts of several widths for which one number of heads is stated."""
+    def of_one_width(self, found: list[Any]) -> list[Any]:
+        """What was found, without the parts of several widths for which one number of heads is stated."""
         widths: dict[Any, set[int]] = {}
-        for part in (place.part for place in found if place.part is not None):
-            widths.setdefault(self.scopes[part.name], set()).add(part.width)
+        for one in found:
+            if isinstance(one, AttentionPart):
+                widths.setdefault(self.scopes[one.name], set()).add(one.width)
         out = []
-        for place in found:
-            scope = self.scopes.get(place.path)
-            if place.part is not None and scope is not None and len(widths[scope]) > 1:
+        for one in found:
+            scope = self.scopes.get(one.name)
+            if isinstance(one, AttentionPart) and scope is not None and len(widths[scope]) > 1:
                 why = (
                     f"one number of heads is stated for layers of widths {joined(map(str, sorted(widths[scope])), 4)}; "
                     "give --heads PART=H,PART=H (config={'heads': {PART: H}})"
                 )
-                place = Place(place.path, None, f"({why})", place.path, sure=True)
-            out.append(place)
+                one = Unread(one.name, f"({why})", path=one.name)
+            out.append(one)
         return out
 
-    def nameless(self, paths: set[str]) -> list[Place]:
+    def nameless(self, paths: set[str]) -> list[Any]:
         """Modules with norms of queries and without projections."""
         out = {}
         for name in self.tensors.names:
@@ -208,7 +212,7 @@ class _Reader:
                 path = name.removesuffix(norm).removesuffix(".")
                 if name.endswith(f".{norm}") and path not in paths:
                     out[path] = "(norms queries and keys, whose projections have no known names)"
-        return [Place(path, None, why, path, sure=True) for path, why in out.items()]
+        return [Unread(path, why, path=path) for path, why in out.items()]
 
 
 def _matrix(tensors: NamedTensors, prefix: str, name: str, scheme: Scheme) -> Slot | None:
@@ -287,13 +291,13 @@ def _kind(tensors: NamedTensors, path: str, sizes: dict[str, tuple[int, int]]) -
     return "self" if sizes["q"][1] == sizes["k"][1] else "cross"
 
 
-def same_block(last: Place, place: Place) -> bool:
+def same_block(last: Any, this: Any) -> bool:
     """Whether this is the cross-attention of a block whose self-attention was last."""
-    kinds = [p.part.kind if p.part else "cross" if _CROSS.search(p.path) else "self" for p in (last, place)]
-    if kinds != ["self", "cross"]:
+    paths = [path_of(last), path_of(this)]
+    named = ["cross" if _CROSS.search(path) else "self" for path in paths]
+    if [getattr(one, "kind", kind) for one, kind in zip((last, this), named, strict=True)] != ["self", "cross"]:
         return False
-    beside = place.path.rpartition(".")[0] == last.path.rpartition(".")[0]
-    return beside or block_of(place.path) == block_of(last.path) != ""
+    return len({path.rpartition(".")[0] for path in paths}) == 1 or block_of(paths[0]) == block_of(paths[1]) != ""
 
 
 def _part(

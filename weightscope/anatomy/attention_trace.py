@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from weightscope.anatomy.attention_part import AttentionPart, Gain
-from weightscope.anatomy.tensors import ModuleTensors, Place, Slot, module_of, span
+from weightscope.anatomy.tensors import ModuleTensors, Slot, Unread, module_of, span
 from weightscope.anatomy.tracing import BITS, ENTRY, OFFSET, SEVERAL, Node, Origin, Tracer, Weight, present
 
 _CHANGES = {"rotated", "normalised", "convolved", "pooled", "positions", "scaled", "added", "centred"}
@@ -23,12 +23,12 @@ class _UnreadError(Exception):
     """Why an attention is not read."""
 
 
-def attentions(tensors: ModuleTensors, tracer: Tracer, prefix: str) -> Iterator[Place]:
+def attentions(tensors: ModuleTensors, tracer: Tracer, prefix: str) -> Iterator[AttentionPart | Unread]:
     """The attention modules of one trace, in the order in which they run, or why they are not read."""
     reader = _Reader(tracer, [f"{prefix}{name}" for name in tracer.names], tensors, prefix)
     for number, node in enumerate(tracer.nodes):
-        if node is not None and node.kind == "apply" and (place := reader.place(number, node)) is not None:
-            yield place
+        if node is not None and node.kind == "apply" and (found := reader.found(number, node)) is not None:
+            yield found
 
 
 @dataclass
@@ -38,25 +38,24 @@ class _Reader:
     tensors: ModuleTensors
     prefix: str
 
-    def place(self, number: int, apply: Node) -> Place | None:
+    def found(self, number: int, apply: Node) -> AttentionPart | Unread | None:
         """The attention of one application; None if there is no softmax of a product.
 
-        A place without a part and a reason is none, whatever its names: a softmax over one channel is 1.
+        What is unread without a reason is none, whatever its names: a softmax over one channel is 1.
         """
         product = self._product(apply)
         if product is None or not product.softmax:
             return None
         if product.out.shape[-2:] == (1, 1):  # one token or channel that sees itself
             q, path = self.tracer.channels(product.sides[0].codes), f"{self.prefix}{apply.path}".rstrip(".")
-            return Place(path, None, "", path) if q.shape[2] > 1 and _constant(q, 2) else None
+            return Unread(path, "", path=path) if q.shape[2] > 1 and _constant(q, 2) else None
         found: list[str] = []
         try:
-            part = self._part(number, apply, product, found)
+            return self._part(number, apply, product, found)
         except _UnreadError as error:
             path = f"{self.prefix}{apply.path}".rstrip(".")
             name = found[0] if found else path
-            return Place(path, None, f"({error})", name, sure=True)
-        return Place(part.name, part, "", part._weights["q"].name)
+            return Unread(name, f"({error})", path=path)
 
     def _product(self, apply: Node) -> Node | None:
         n = int(apply.sides[0].codes.max()) >> BITS

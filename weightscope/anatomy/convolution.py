@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from weightscope._util.names import joined
-from weightscope.anatomy.tensors import NamedTensors, OneTensor, Parts, Place, Slot, Unread, in_layers
+from weightscope.anatomy.tensors import NamedTensors, OneTensor, Parts, Slot, Unread, in_layers
 
 # The stem of a network for grayscale images has the shape of a depthwise convolution. A file does not tell them apart,
 # so the first tensor of such a name is taken for the stem, unless another convolution reads colour images; and without
@@ -54,7 +54,7 @@ class DepthwisePart(OneTensor):
 def find(tensors: NamedTensors) -> Parts[DepthwisePart]:
     """All depthwise convolutions, in depth order."""
     seen: set[Any] = set()
-    (stem, unknown), rows = _stem(tensors), list[tuple[int, Place]]()
+    (stem, unknown), rows = _stem(tensors), list[tuple[int, DepthwisePart | Unread]]()
     stage, last, more = -1, None, list[Unread]()
     good = {_template(name): len(tensors.shape(name)) - 2 for name in tensors.names if _fits(tensors, name, stem)}
     lost = {f"{n.removesuffix('bias')}weight": "missing" for n in tensors.names if n.endswith("bias")}
@@ -77,15 +77,14 @@ def find(tensors: NamedTensors) -> Parts[DepthwisePart]:
         stage, last = stage + (key != last), key
         if not fits:
             why = bad or f"expected the shape of depthwise filters, found {shape}"
-            rows.append((ndim, Place(path, None, f"({why})", name, sure=True)))
+            rows.append((ndim, Unread(name, f"({why})", path=path)))
             continue
         kernel = (1, shape[2]) if ndim == 1 else (shape[2], shape[3])
         slot = Slot(name, vector=True, shape=(shape[0], *kernel))
-        part = DepthwisePart(0, 0, stage, path, shape[0], kernel, ndim, tensors, slot)
-        rows.append((ndim, Place(path, part)))
-    found = {ndim: in_layers((place for n, place in rows if n == ndim), tensors) for ndim in (1, 2)}
+        rows.append((ndim, DepthwisePart(0, 0, stage, path, shape[0], kernel, ndim, tensors, slot)))
+    found = {ndim: in_layers((one for n, one in rows if n == ndim), tensors) for ndim in (1, 2)}
     numbered = {part.name: replace(part, depth=found[part.ndim].layers) for ndim in found for part in found[ndim]}
-    out = Parts(numbered[place.path] for _, place in rows if place.part is not None)
+    out = Parts(numbered[one.name] for _, one in rows if isinstance(one, DepthwisePart))
     out.unread, out.layers = (*found[1].unread, *found[2].unread, *more), found[1].layers + found[2].layers
     return out
 
@@ -107,8 +106,13 @@ def _stem(tensors: NamedTensors) -> tuple[str | None, set[str]]:
 
 
 def _is_shape(shape: tuple[int, ...], name: str) -> bool:
-    """By shape, under any name; sequences' filters only as `weight`, since many tables are (n, 1, m)."""
+    """By shape, under any name; sequences' filters only as `weight`, since many tables are (n, 1, m).
+
+    The directions of weight normalisation are no filters.
+    """
     if len(shape) not in (3, 4) or (len(shape) == 3 and not name.endswith("weight")):
+        return False
+    if name.endswith(("weight_v", "original1")):
         return False
     return shape[1] == 1 and shape[0] > 1 and min(shape) > 0 and any(n != 1 for n in shape[2:])
 
@@ -118,13 +122,7 @@ def _fits(tensors: NamedTensors, name: str, stem: str | None) -> bool:
     groups = tensors.own(path, "groups")
     if not _is_shape(tensors.shape(name), name) or tensors.own(path, "transposed") is True:
         return False
-    return (groups > 1 if isinstance(groups, int) else name != stem) and not _weight_norm(tensors, name)
-
-
-def _weight_norm(tensors: NamedTensors, name: str) -> bool:
-    """Whether a tensor is the direction v of weight normalisation, whose filter is g v / |v|."""
-    magnitude = {"weight_v": "weight_g", "original1": "original0"}.get(name.rpartition(".")[2])
-    return magnitude is not None and f"{name.rpartition('.')[0]}.{magnitude}".lstrip(".") in tensors
+    return groups > 1 if isinstance(groups, int) else name != stem
 
 
 def listed(parts: Sequence[DepthwisePart]) -> str:
@@ -139,15 +137,10 @@ def strides(tensors: NamedTensors, path: str) -> tuple[int, ...] | None:
 
 
 def _alike(tensors: NamedTensors, name: str) -> bool:
-    """Whether filters are (C, 1, k, k, k), (C, 1, 0, 0), of weight normalisation, or named `dwconv` or `depthwise`."""
-    shape = tensors.shape(name)
-    if len(shape) < 3 or all(n == 1 for n in shape[2:]):
-        return False
-    if len(shape) == 4 and shape[1] == 1 and 0 in shape:
-        return True
-    path = name.rpartition(".")[0]
-    if tensors.own(path, "transposed") is True:
+    """Whether filters are (C, 1, k, k, k), (C, 1, 0, 0), or named `dwconv` or `depthwise`."""
+    shape, path = tensors.shape(name), name.rpartition(".")[0]
+    if len(shape) < 3 or all(n == 1 for n in shape[2:]) or tensors.own(path, "transposed") is True:
         return False
     volume = len(shape) == 5 and shape[1] == 1 and shape[0] > 1 and (tensors.own(path, "groups") or shape[0]) > 1
-    normed = len(shape) == 4 and shape[1] == 1 and shape[0] > 1 and _weight_norm(tensors, name)
-    return volume or normed or _NAMED.search(name) is not None
+    empty = len(shape) == 4 and shape[1] == 1 and 0 in shape
+    return volume or empty or _NAMED.search(name) is not None

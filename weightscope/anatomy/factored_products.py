@@ -48,14 +48,14 @@ class FactoredProduct:
     def singular_values(self) -> Tensor:
         """M's singular values, (..., min(d, d', r)), largest first.
 
-        With r <= d/2 their squares are the eigenvalues of `L^T B^T B L`, where `A^T A = L L^T`; rounding then leaves
-        an error of about 1e-8 of the largest one. Otherwise an SVD of M.
+        With r <= d/2 they are those of R_A R_B^T, where A = Q_A R_A and B = Q_B R_B. Otherwise an SVD of M.
         """
-        if not self.small:
-            m = torch.where(self.finite[..., None, None], self.matrix(), 0.0)
-            values = torch.linalg.svdvals(m)[..., : self.rank]
+        sound = self.finite[..., None, None]
+        if self.small:
+            left, right = (torch.linalg.qr(torch.where(sound, x, 0.0), mode="r").R for x in self._wide)
+            values = torch.linalg.svdvals(left @ right.mT)
         else:
-            values = self._core_values()
+            values = torch.linalg.svdvals(torch.where(sound, self.matrix(), 0.0))[..., : self.rank]
         return torch.where(self.finite[..., None], values, math.nan)
 
     @cached_property
@@ -76,18 +76,6 @@ class FactoredProduct:
             return (left * right).sqrt()
         left, right = (torch.linalg.vector_norm(x, dim=(-2, -1), dtype=torch.float64) for x in (self._a, self._b))
         return left * right
-
-    def _core_values(self) -> Tensor:
-        sound = self.finite[..., None, None]
-        one = torch.eye(self.rank, dtype=torch.float64)
-        left, right = (torch.where(sound, gram, one) for gram in self._grams)
-        root, failed = torch.linalg.cholesky_ex(left)
-        values = torch.linalg.eigvalsh(root.mT @ right @ root).clamp_min(0).sqrt().flip(-1)
-        if failed.any():  # A's columns depend on each other
-            a, b = (torch.where(sound, x, 0.0) for x in self._wide)
-            left, right = (torch.linalg.qr(x, mode="r").R for x in (a, b))
-            values = torch.where((failed > 0)[..., None], torch.linalg.svdvals(left @ right.mT), values)
-        return values
 
     def _moments(self) -> list[Tensor]:
         """M's diagonal (..., d), ||M||_F^2, tr((M^T M)^2), which is the sum of s^4, and tr(M M), each (...)."""

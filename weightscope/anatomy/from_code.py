@@ -17,7 +17,7 @@ from weightscope._util.plugins import imported, is_reference
 from weightscope.anatomy import traced
 from weightscope.anatomy.attention_modules import find, owner, same_block
 from weightscope.anatomy.attention_part import AttentionPart, Gain
-from weightscope.anatomy.tensors import ModuleTensors, NamedTensors, Parts, Place, in_layers, shared
+from weightscope.anatomy.tensors import ModuleTensors, NamedTensors, Parts, Unread, in_layers, shared, tensor_of
 from weightscope.errors import UsageError, WeightscopeError
 
 _LARGEST = 1_500_000_000  # parameters of a network that is built, 6 GB
@@ -61,44 +61,43 @@ def find_attention(tensors: NamedTensors) -> Parts[AttentionPart]:
     return in_layers(coded, tensors, same_block, owner)
 
 
-def places_of_code(tensors: NamedTensors) -> list[Place]:
+def places_of_code(tensors: NamedTensors) -> list[AttentionPart | Unread]:
     """The attention modules of a file as its own code runs them; none without code."""
     code = tensors.config.get("code")
     module = _own(code) if code is not None else _of_config(tensors.config)
     if module is None:
         return []
-    layers: dict[str, list[Place]] = {}
-    for place in traced.read(ModuleTensors(module))[0]["attention"]:
-        layers.setdefault(re.sub(r"\d+", r"\\d+", re.escape(place.name)), []).append(place)
+    layers: dict[str, list[AttentionPart | Unread]] = {}
+    for one in traced.read(ModuleTensors(module))[0]["attention"]:
+        layers.setdefault(re.sub(r"\d+", r"\\d+", re.escape(tensor_of(one))), []).append(one)
     sizes = {name: tuple(p.shape) for name, p in module.named_parameters(remove_duplicate=False)}
     patterns = sorted(layers, key=len, reverse=True)  # those of a tower before those of a part of it
     out = []
     for name in tensors.names:
         found = ((p, m[1]) for p in patterns if (m := re.fullmatch(rf"((?:.*\.)?){p}", name)))
         pattern, before = next(found, ("", ""))
-        alike = sorted(layers.get(pattern, ()), key=lambda place: place.name != name)  # the same layer first
-        moved = (_moved(place, before, name.removeprefix(before), tensors, sizes) for place in alike)
-        out += [place for place in moved if place is not None][:1]
+        alike = sorted(layers.get(pattern, ()), key=lambda one: tensor_of(one) != name)  # the same layer first
+        moved = (_moved(one, before, name.removeprefix(before), tensors, sizes) for one in alike)
+        out += [one for one in moved if one is not None][:1]
     return out
 
 
 def _moved(
-    place: Place, before: str, name: str, tensors: NamedTensors, sizes: Mapping[str, tuple[int, ...]]
-) -> Place | None:
+    part: AttentionPart | Unread, before: str, name: str, tensors: NamedTensors, sizes: Mapping[str, tuple[int, ...]]
+) -> AttentionPart | Unread | None:
     """What was traced, for the layer with the tensor `before` + `name` of a file; None if it has other shapes."""
     here = name.split(".")
 
     def renamed(own: str) -> str:
         """A name of the traced network, in the file."""
-        n = len(shared((own.split("."), place.name.split("."))))
+        n = len(shared((own.split("."), tensor_of(part).split("."))))
         return before + ".".join([*here[:n], *own.split(".")[n:]])
 
     def gain(one: Gain | str | None) -> Any:
         return replace(one, name=renamed(one.name)) if isinstance(one, Gain) else one
 
-    part: AttentionPart | None = place.part
-    if part is None:
-        return Place(renamed(place.path), None, place.why, before + name, sure=True)
+    if isinstance(part, Unread):
+        return Unread(before + name, part.why, path=renamed(part.path))
     own = {slot.name for slot in (*part._weights.values(), *part._biases.values())}
     if any(renamed(one) not in tensors or tensors.shape(renamed(one)) != sizes[one] for one in own):
         return None
@@ -107,8 +106,7 @@ def _moved(
         for slots in (part._weights, part._biases)
     )
     path, norm, scale = renamed(part.name), gain(part.norm), gain(part.layer_scale)
-    new = replace(part, name=path, norm=norm, layer_scale=scale, _tensors=tensors, _weights=weights, _biases=biases)
-    return Place(path, new, "", before + name)
+    return replace(part, name=path, norm=norm, layer_scale=scale, _tensors=tensors, _weights=weights, _biases=biases)
 
 
 def timm_model(name: str, **options: Any) -> nn.Module:

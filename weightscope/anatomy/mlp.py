@@ -14,7 +14,6 @@ from weightscope.anatomy.tensors import (
     InSlots,
     NamedTensors,
     Parts,
-    Place,
     Slot,
     Unread,
     deepest,
@@ -159,14 +158,14 @@ def find_filter_mlps(tensors: NamedTensors, found: Parts[MLPPart]) -> Parts[Filt
     """All such blocks, in depth order; a convolution belongs to the one MLP in its own block, by their paths."""
     convolutions = find_depthwise(tensors)
     rows: list[DepthwisePart | Unread] = sorted([*convolutions, *convolutions.unread], key=lambda row: row.layer or 0)
-    blocks = []
+    blocks = list[FilterMLP | Unread]()
     for row in rows:
         inside = [part for part in found if part.kind == "plain" and _one_block(row.name, part.name)]
         lost = [row] if isinstance(row, Unread) else [u for u in found.unread if _one_block(row.name, u.name)]
         if lost or isinstance(row, Unread):
-            blocks.append(Place(row.name, None, lost[0].why, lost[0].name, sure=True))
+            blocks.append(Unread(lost[0].name, lost[0].why, path=row.name))
         elif len(inside) == 1 and row.channels == inside[0].width:
-            blocks.append(Place(row.name, FilterMLP(0, row, inside[0])))
+            blocks.append(FilterMLP(0, row, inside[0]))
     return in_layers(blocks, tensors)
 
 

@@ -16,16 +16,22 @@ _LIKE_TOKENS = ("key", "value", "k", "v", "context", "memory", "encoder_hidden_s
 
 
 def traces(
-    module: nn.Module, path: str, failed: dict[str, str], example: Tensor | None = None
+    module: nn.Module,
+    path: str,
+    failed: dict[str, str],
+    example: Tensor | None = None,
+    used: set[int] | None = None,
 ) -> Iterator[tuple[str, Tracer]]:
     """The traces, with their paths, of a module and of those in it that it did not call (all if no input is known).
 
     `failed` gets the first line of the first error of each module that no input suits; an `example` is tried first.
+    Parameters in `used` were seen in other traces.
     """
+    used = set() if used is None else used
     if sum(p.ndim > 1 for p in module.parameters()) < 2:  # a lone layer
         return
-    used: set[int] = set()
-    if type(module).forward is not nn.Module.forward:  # else a container, which is never called
+    called = used.intersection(map(id, module.parameters()))
+    if not called and type(module).forward is not nn.Module.forward:  # else a container, which is never called
         copied = without_hooks(module)
         copied.__dict__.setdefault("example_input_array", example)
         for args, kwargs in inputs(copied):
@@ -36,22 +42,10 @@ def traces(
                 continue
             failed.pop(path, None)
             yield path, tracer
-            used = {id(tracer.parameters[n]) for node in tracer.nodes if node is not None for n in node.parameters}
+            used |= {id(tracer.parameters[n]) for node in tracer.nodes if node is not None for n in node.parameters}
             break
     for name, child in module.named_children():  # what was not called, such as the other tower
-        if not used or not used & {id(p) for p in child.parameters()}:
-            yield from traces(child, f"{path}.{name}".lstrip("."), failed)
-        else:
-            yield from _not_called(child, f"{path}.{name}".lstrip("."), used, failed)
-
-
-def _not_called(module: nn.Module, path: str, used: set[int], failed: dict[str, str]) -> Iterator[tuple[str, Tracer]]:
-    """The traces of those modules in this one of which no parameter was used."""
-    for name, child in module.named_children():
-        if used & {id(p) for p in child.parameters()}:
-            yield from _not_called(child, f"{path}.{name}", used, failed)
-        elif type(child).forward is not nn.Module.forward and any(True for _ in child.children()):
-            yield from traces(child, f"{path}.{name}", failed)
+        yield from traces(child, f"{path}.{name}".lstrip("."), failed, used=used)
 
 
 def structure(module: nn.Module) -> Any:

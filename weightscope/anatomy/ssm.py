@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Literal
 
-from weightscope.anatomy.tensors import InSlots, NamedTensors, Parts, Place, Slot, in_layers, places
+from weightscope.anatomy.tensors import InSlots, NamedTensors, Parts, Slot, Unread, in_layers, path_of, places
 from weightscope.errors import AnatomyError
 
 _STATE = ("ssm_state_size", "d_state", "state_size", "mamba_d_state")
@@ -67,11 +67,11 @@ def find(tensors: NamedTensors) -> Parts[SSMPart]:
         return _BUILD[version](tensors, prefix) if fits else None
 
     found = places(tensors, {version: tuple(names) for version, names in _NAMES.items()}, build)
-    known = {place.path for place in found}
+    known = set(map(path_of, found))
     for name in (name for name in tensors.names if name.endswith("A_log")):
         if (path := name.removesuffix("A_log").removesuffix(".")) not in known:
             why = "(expected the other tensors of a Mamba layer beside it, found others or none)"
-            found.append(Place(path, None, why, name, sure=True))
+            found.append(Unread(name, why, path=path))
     return in_layers(found, tensors)
 
 

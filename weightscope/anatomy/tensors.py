@@ -448,25 +448,22 @@ class Parts(list[P]):
     layers: int = 0
 
 
-@dataclass(frozen=True)
-class Place:
-    """Where the names of a model say that a part is: what was read, or why it cannot be."""
-
-    path: str
-    part: Any | None = None
-    why: str = ""
-    name: str = ""  # of the tensor at fault
-    sure: bool = False  # whether it is a part; else it is one if others with such a path are
+def path_of(one: Any) -> str:
+    """The path of a part, or of the module of what is unread."""
+    return one.path if isinstance(one, Unread) else one.name
 
 
-def places(
-    tensors: NamedTensors, schemes: Mapping[Any, Sequence[str]], build: Callable[[str, Any], Any]
-) -> list[Place]:
-    """The prefixes at which the names of a scheme occur, in order, with the part that `build(prefix, scheme)` reads.
+def tensor_of(one: Any) -> str:
+    """The tensor by which a part, or what is unread, has its place in the order of the model."""
+    return one.name if isinstance(one, Unread) else next(iter(one._weights.values())).name
+
+
+def places(tensors: NamedTensors, schemes: Mapping[Any, Sequence[str]], build: Callable[[str, Any], Any]) -> list[Any]:
+    """The parts that `build(prefix, scheme)` reads where the names of a scheme occur, or an `Unread`, in order.
 
     Of several schemes, a prefix has the first one whose tensors all exist. `build` returns None if the shapes do not
-    fit. A prefix without some of the tensors is listed if it differs from the prefix of a part in numbers only. Tied
-    tensors are listed once.
+    fit. A prefix where they do not, or without some of the tensors, is listed if it differs from the prefix of a part
+    in numbers only. Tied tensors are listed once.
     """
     anchors = {(key, scheme) for scheme, keys in schemes.items() for key in keys}
     found: dict[str, tuple[int, set[Any]]] = {}  # prefix -> place in the order of names, schemes
@@ -477,48 +474,54 @@ def places(
         for prefix, scheme in ((name.removesuffix(key), scheme) for key, scheme in anchors if name.endswith(key)):
             if not prefix or prefix.endswith("."):
                 found.setdefault(prefix, (i, set()))[1].add(scheme)
-    out: dict[str, tuple[int, Place]] = {}
+    out: dict[str, tuple[int, Any]] = {}
     seen: set[Any] = set()
     like: dict[str, Any] = {}  # template of a part's prefix -> its scheme
     members: dict[str, set[str]] = {}  # name of a part's tensor, relative to the prefix -> such templates
     for prefix, (i, possible) in found.items():
         whole = (s for s in schemes if s in possible and all(prefix + key in tensors.every for key in schemes[s]))
         if (scheme := next(whole, None)) is not None:
-            place = _read(tensors, prefix, schemes[scheme], partial(build, prefix, scheme))
-            out[prefix] = i, place
-            if (part := place.part) is not None:
+            one = _read(tensors, prefix, schemes[scheme], partial(build, prefix, scheme))
+            out[prefix] = i, one
+            if not isinstance(one, Unread | str):
                 like[template(prefix)] = scheme
-                for slot in (*part._weights.values(), *part._biases.values()):
+                for slot in (*one._weights.values(), *one._biases.values()):
                     members.setdefault(slot.name.removeprefix(prefix), set()).add(template(prefix))
     for i, name in enumerate(tensors.every):
         for key in [key for key in members if name.endswith(key)]:
             prefix = name.removesuffix(key)
             if prefix not in out and (alike := template(prefix)) in members[key]:
                 missing = next(prefix + key for key in schemes[like[alike]] if prefix + key not in tensors.every)
-                out[prefix] = i, Place(prefix.removesuffix("."), None, "(missing)", missing)
+                out[prefix] = i, Unread(missing, "(missing)", path=prefix.removesuffix("."))
     kept = []
-    for _, place in sorted(out.values(), key=lambda pair: pair[0]):
-        slots = place.part._weights.values() if place.part else ()
-        tied = tuple((tensors.identity(slot.name), str(slot.rows)) for slot in slots)
-        if not tied or tied not in seen:
-            kept.append(place)
+    for prefix, (_, one) in sorted(out.items(), key=lambda item: item[1][0]):
+        if isinstance(one, str) and template(prefix) in like:
+            one = Unread(prefix.removesuffix("."), one, path=prefix.removesuffix("."))
+        if isinstance(one, Unread):
+            kept.append(one)
+        elif not isinstance(one, str):
+            tied = tuple((tensors.identity(slot.name), str(slot.rows)) for slot in one._weights.values())
+            kept += [one] * (tied not in seen)
             seen.add(tied)
     return kept
 
 
-def _read(tensors: NamedTensors, prefix: str, keys: Sequence[str], build: Callable[[], Any]) -> Place:
-    """The part at a prefix, or why it cannot be read."""
+def _read(tensors: NamedTensors, prefix: str, keys: Sequence[str], build: Callable[[], Any]) -> Any:
+    """The part at a prefix, what is unread there, or the shapes that fit no part."""
     path, names = prefix.removesuffix("."), [prefix + key for key in keys]
     if bad := next((name for name in names if name not in tensors), None):
-        return Place(path, None, f"({tensors.every[bad]})", bad, sure=True)
+        return Unread(bad, f"({tensors.every[bad]})", path=path)
     try:
         part = build()
-        if part and any(0 in tensors.shape(slot.name) for slot in part._weights.values()):
+        if (
+            part
+            and not isinstance(part, Unread)
+            and any(0 in tensors.shape(slot.name) for slot in part._weights.values())
+        ):
             raise AnatomyError(f"`{path}`: a matrix without entries")
     except AnatomyError as error:
-        return Place(path, None, f"({str(error).removeprefix(f'`{path}`: ')})", path, sure=True)
-    shapes = "" if part else ", ".join(str(tensors.shape(name)) for name in names)
-    return Place(path, part, f"(of shapes {shapes})" if shapes else "", path)
+        return Unread(path, f"({str(error).removeprefix(f'`{path}`: ')})", path=path)
+    return part or f"(of shapes {', '.join(str(tensors.shape(name)) for name in names)})"
 
 
 def template(path: str) -> str:
@@ -527,42 +530,34 @@ def template(path: str) -> str:
 
 
 def in_layers(
-    found: Iterable[Place],
+    found: Iterable[Any],
     tensors: NamedTensors,
-    together: Callable[[Place, Place], bool] = lambda last, place: False,
+    together: Callable[[Any, Any], bool] = lambda last, one: False,
     owner: Callable[[str], str | None] | None = None,
+    ran: Collection[str] = (),
 ) -> Parts[Any]:
-    """The parts, each with the number of its place; `together` says whether a place is in the layer of the last one.
+    """The parts and what is unread, numbered; `together` says whether one is in the layer of the last one.
 
-    Matrices of a file that are only called like parts, see `resembling`, are unread.
+    Matrices of modules that are only called like a part, at least two of which `owner` maps to one path in or around
+    nothing that was found, are unread, too, but for those that `ran`.
     """
-    given = list(found)
-    good = {template(place.path) for place in given if place.part is not None}
-    kept = [p for p in given if p.part is not None or p.sure or template(p.path) in good]
-    out, unread, last, layer = Parts[Any](), [], None, -1
-    for place in kept:
-        layer += last is None or not together(last, place)
-        last = place
-        if place.part is None:
-            unread.append(Unread(place.name, place.why, layer, place.path))
-        else:
-            out.append(replace(place.part, layer=layer))
-    if owner is not None and not isinstance(tensors, ModuleTensors):
-        alike = {name for names in resembling(tensors, kept, owner).values() for name in names}
-        unread += [Unread(name, str(tensors.shape(name))) for name in tensors.names if name in alike]
+    found, out, unread, last, layer = list(found), Parts[Any](), list[Unread](), None, -1
+    for one in found:
+        layer += last is None or not together(last, one)
+        last = one
+        (unread if isinstance(one, Unread) else out).append(replace(one, layer=layer))
+    if owner is not None:
+        unread += [Unread(name, str(tensors.shape(name))) for name in _resembling(tensors, found, owner, ran)]
     out.unread, out.layers = tuple(unread), layer + 1
     return out
 
 
-def resembling(
-    tensors: NamedTensors, found: Iterable[Place], owner: Callable[[str], str | None]
-) -> dict[str, list[str]]:
-    """Path of each module that is called like a part, and that no place is in or around -> its two or more matrices.
-
-    `owner` maps a tensor to the path of such a module, or None.
-    """
-    found = list(found)
-    done = {tensors.identity(slot.name) for place in found if place.part for slot in place.part._weights.values()}
+def _resembling(
+    tensors: NamedTensors, found: Sequence[Any], owner: Callable[[str], str | None], ran: Collection[str]
+) -> list[str]:
+    """The matrices that are only called like a part, see `in_layers`, in the order of the model."""
+    parts = [one for one in found if not isinstance(one, Unread)]
+    done = {tensors.identity(slot.name) for part in parts for slot in part._weights.values()}
     modules: dict[str, list[str]] = {}
     for name in (name for name in tensors.names if tensors.identity(name) not in done):
         shape = tensors.shape(name)
@@ -570,13 +565,13 @@ def resembling(
         matrix = len(shape) >= 2 and min(shape[:2]) > 1 and all(n == 1 for n in shape[2:])  # or a 1 x 1 convolution
         if (stack or matrix) and (module := owner(name)) is not None:
             modules.setdefault(module, []).append(name)
-
-    def nested(module: str) -> bool:
-        pairs = (pair for place in found for pair in ((module, place.path), (place.path, module)))
-        return any(outer == "" or f"{inner}.".startswith(f"{outer}.") for inner, outer in pairs)
-
-    several = {m: names for m, names in modules.items() if len(names) > 1 or "qkv" in names[0].split(".")}
-    return {module: names for module, names in several.items() if not nested(module)}
+    alike = set[str]()
+    for module, names in modules.items():
+        pairs = (pair for path in map(path_of, found) for pair in ((module, path), (path, module)))
+        nested = any(outer == "" or f"{inner}.".startswith(f"{outer}.") for inner, outer in pairs)
+        if (len(names) > 1 or "qkv" in names[0].split(".")) and not nested:
+            alike.update(names)
+    return [name for name in tensors.names if name in alike and name not in ran]
 
 
 def module_of(names: Sequence[str]) -> str:

@@ -1,7 +1,7 @@
 """The parts of a module as its forward pass shows them, and what is only called like one."""
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,17 +17,19 @@ from weightscope.anatomy.tensors import (
     ModuleTensors,
     NamedTensors,
     Parts,
-    Place,
     Slot,
+    Unread,
     in_layers,
     module_of,
-    resembling,
+    path_of,
+    places,
     span,
+    tensor_of,
 )
 from weightscope.anatomy.tracing import BITS, ENTRY, Node, Origin, Tracer, Weight
 from weightscope.errors import AnatomyError
 
-Reading = tuple[dict[str, list[Place]], set[str], dict[str, str]]
+Reading = tuple[dict[str, list[Any]], set[str], dict[str, str]]
 _READ: dict[Any, Reading] = {}  # structure of a module -> what was read of it
 
 
@@ -43,17 +45,17 @@ def read(tensors: ModuleTensors) -> Reading:
             _READ.clear()
         _READ[key] = _read(tensors)
     found, used, failed = _READ[key]
-    own = {kind: [_with(place, tensors) for place in places] for kind, places in found.items()}
+    own = {kind: [_with(one, tensors) for one in ones] for kind, ones in found.items()}
     return own, used, failed
 
 
-def _with(place: Place, tensors: Any) -> Place:
-    return replace(place, part=place.part and replace(place.part, _tensors=tensors))
+def _with(one: Any, tensors: Any) -> Any:
+    return one if isinstance(one, Unread) else replace(one, _tensors=tensors)
 
 
 def _read(tensors: ModuleTensors) -> Reading:
     kinds = {"attention": attentions, "mlp": _mlps}
-    found: dict[str, dict[Any, Place]] = {kind: {} for kind in kinds}
+    found: dict[str, dict[Any, Any]] = {kind: {} for kind in kinds}
     used: set[str] = set()
     failed: dict[str, str] = {}
     for path, tracer in traces(tensors.module, "", failed, tensors.example):
@@ -61,11 +63,11 @@ def _read(tensors: ModuleTensors) -> Reading:
         used |= {prefix + tracer.names[n] for node in tracer.nodes if node is not None for n in node.parameters}
         masked = _takes_a_mask(tensors.module.get_submodule(path))
         for kind, find in kinds.items():
-            for place in find(tensors, tracer, prefix):
-                if masked and isinstance(place.part, AttentionPart) and place.part.causal is False:
-                    place = replace(place, part=replace(place.part, causal=None))
-                found[kind].setdefault(_identity(place), place)
-    return {kind: [_with(place, None) for place in places.values()] for kind, places in found.items()}, used, failed
+            for one in find(tensors, tracer, prefix):
+                if masked and isinstance(one, AttentionPart) and one.causal is False:
+                    one = replace(one, causal=None)
+                found[kind].setdefault(_identity(one), one)
+    return {kind: [_with(one, None) for one in ones.values()] for kind, ones in found.items()}, used, failed
 
 
 def _takes_a_mask(module: nn.Module) -> bool:
@@ -74,45 +76,57 @@ def _takes_a_mask(module: nn.Module) -> bool:
     return not hasattr(module, "main_input_name") and any("mask" in name or name == "is_causal" for name in named)
 
 
-def _identity(place: Place) -> Any:
+def _identity(one: Any) -> Any:
     """Equal for two runs of one part."""
-    if place.part is None:
-        return place.path, place.why
-    return tuple((slot.name, str(slot.rows)) for slot in place.part._weights.values())
+    if isinstance(one, Unread):
+        return one.path, one.why
+    return tuple((slot.name, str(slot.rows)) for slot in one._weights.values())
 
 
 def find_attention(tensors: ModuleTensors) -> Parts[AttentionPart]:
     """All attention modules, in order."""
-    shows = "no softmax of queries and keys applied to values"
-    found = _places(tensors, "attention", attention_modules.owner, shows)
+    named = places(
+        tensors, attention_modules.schemes(), lambda prefix, scheme: Unread(prefix + scheme[0], "", path=prefix[:-1])
+    )
+    found = _with_named(tensors, "attention", named, "no softmax of queries and keys applied to values")
     stated = next((n for key in known_names("heads") if isinstance(n := tensors.config.get(key), int)), None)
-    if wrong := [place.part for place in found if place.part and stated not in (None, place.part.heads)]:
+    if wrong := [one for one in found if isinstance(one, AttentionPart) and stated not in (None, one.heads)]:
         raise AnatomyError(f"`{wrong[0].name}`: config= says {stated} heads, its forward pass has {wrong[0].heads}")
-    return in_layers(found, tensors, attention_modules.same_block)
+    return in_layers(found, tensors, attention_modules.same_block, attention_modules.owner, read(tensors)[1])
 
 
 def find_mlps(tensors: NamedTensors) -> Parts[MLPPart]:
     """All MLPs, in order; of a file by their names."""
+    named = mlp.find(tensors)
     if not isinstance(tensors, ModuleTensors):
-        return mlp.find(tensors)
+        return named
     shows = "no function of each unit between two linear maps, of which the second returns to the stream"
-    return in_layers(_places(tensors, "mlp", mlp.owner, shows), tensors)
+    return in_layers(_with_named(tensors, "mlp", named, shows), tensors, owner=mlp.owner, ran=read(tensors)[1])
 
 
-def _places(tensors: ModuleTensors, kind: str, owner: Callable[[str], str | None], shows: str) -> list[Place]:
-    """The places of a kind in the model's order, and the modules that are called like it and are no such part."""
+def _with_named(tensors: ModuleTensors, kind: str, named: Sequence[Any], shows: str) -> list[Any]:
+    """The parts of a kind in the model's order, and why what has the names of one is none, or never ran."""
     found, used, failed = read(tensors)
-    places = [place for place in found[kind] if place.part or place.why]
-    for path, names in resembling(tensors, found[kind], owner).items():
+    ones = [one for one in found[kind] if not isinstance(one, Unread) or one.why]
+    parts = (one for one in ones if not isinstance(one, Unread))
+    seen = {tensors.identity(slot.name) for part in parts for slot in part._weights.values()}
+    ran = set(map(tensors.identity, used))  # of tied tensors, one name
+    paths = set(map(path_of, found[kind]))
+    for one in named:
+        path, slots = path_of(one), [] if isinstance(one, Unread) else one._weights.values()
+        names = [slot.name for slot in slots] or [f"{path}.{name}".lstrip(".") for name in tensors.under(path)]
+        own = set(map(tensors.identity, names))
         why = f"(its forward pass shows {shows})"
-        if not used.intersection(names):
+        if not own & ran:
             words = path.split(".")
             coded = next((p for n in range(len(words), -1, -1) if _has_code(tensors, p := ".".join(words[:n]))), path)
             said = f" on random inputs: {failed[coded]}" if coded in failed else " on random inputs"
             why = f"(`{coded}` could not be run{said}; give the model an attribute example_input_array)"
-        places.append(Place(path, None, why, names[0], sure=True))
+        elif own & seen or path in paths:
+            continue
+        ones.append(Unread(tensor_of(one), why, path=path))
     order = {name: i for i, name in enumerate(tensors.every)}
-    return sorted(places, key=lambda place: order.get(place.name, len(order)))
+    return sorted(ones, key=lambda one: order.get(tensor_of(one), len(order)))
 
 
 def _has_code(tensors: ModuleTensors, path: str) -> bool:
@@ -122,7 +136,7 @@ def _has_code(tensors: ModuleTensors, path: str) -> bool:
 # -- MLPs: a linear map, a function of each unit, and a linear map back to the stream
 
 
-def _mlps(tensors: ModuleTensors, tracer: Tracer, prefix: str) -> Iterator[Place]:
+def _mlps(tensors: ModuleTensors, tracer: Tracer, prefix: str) -> Iterator[MLPPart]:
     """The MLPs of one trace, in the order in which they run."""
     streams = any(node is not None and node.kind == "sum" for node in tracer.nodes)
     names = [f"{prefix}{name}" for name in tracer.names]
@@ -140,7 +154,7 @@ def _mlps(tensors: ModuleTensors, tracer: Tracer, prefix: str) -> Iterator[Place
             continue
         part = _mlp(tensors, tracer, names, node, first, units, gate)
         if part is not None:
-            yield Place(part.name, part, "", part._weights["fc1"].name)
+            yield part
 
 
 Side = tuple[Node, Tensor]
