@@ -439,9 +439,6 @@ def test_the_gain_of_the_fewest_bits_is_chosen() -> None:
     assert rows[1]["difference"] == pytest.approx((values[1] - values[0]).mean()), "the sign is kept"
     assert rows[2]["bits"] == pytest.approx(values[2].mean())
     assert curve_of([0, 1, 3, 10, 30], values, replace(BITS, higher_is_better=True))[1] == 0
-    ax = plots.gain_curve(rows, metric=BITS)
-    assert ax.get_ylabel() == "cross entropy minus that at gain 0\n(bits per token); lower is better"
-    np.testing.assert_allclose(ax.containers[0].lines[0].get_ydata(), [row["difference"] for row in rows])
 
 
 def test_a_gain_whose_networks_diverge_is_not_chosen() -> None:
@@ -450,6 +447,5 @@ def test_a_gain_whose_networks_diverge_is_not_chosen() -> None:
     rows, chosen = curve_of([0, 3, 30], values, BITS)
     assert chosen == 2
     assert rows[1]["bits"] is rows[1]["difference"] is rows[1]["to_best_se"] is None
-    assert plots.gain_curve(rows, metric=BITS).get_xticks().tolist() == [0, 1, 2]
     with pytest.raises(DataError, match="networks of every one diverged; found no finite test_bits"):
         curve_of([0, 1], np.full((2, 3), np.nan), BITS)

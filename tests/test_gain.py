@@ -151,7 +151,6 @@ def test_the_command_takes_a_number_or_chooses_one(
     curve = json.loads(file.read_text())["gain"]["curve"]
     assert [row["gain"] for row in curve] == [0, 1, 3, 10, 30]
     assert sum(row["chosen"] for row in curve) == 1
-    assert (tmp_path / "a-gain.png").stat().st_size > 5000
 
 
 SPEC = WeightSpec([TensorSpec("a", (12,)), TensorSpec("b", (12,)), TensorSpec("c", (20,)), TensorSpec("d", (20,))])

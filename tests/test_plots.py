@@ -55,13 +55,6 @@ def gallery() -> dict[str, Callable[[], Axes | Figure]]:
         "convergence": lambda: plots.convergence(
             bench_summary(["default", INIT, "default (frozen)"], [1, 2, 4, 8, 15, 16]), title=title
         ),
-        "gain": lambda: plots.gain_curve(
-            [
-                {"gain": g, "n": 32, "difference": d, "difference_se": 0.004, "chosen": g == 10}
-                for g, d in ((0, 0.0), (1, 0.004), (3, 0.011), (10, 0.02), (30, 0.018))
-            ],
-            title=title,
-        ),
         "one length": lambda: plots.convergence(bench_summary(["default", INIT], [3]), title=title),
         "paired": lambda: plots.paired_differences(seed_differences(runs), title=title),
         "paired, several lengths": lambda: plots.paired_differences(seed_differences(longer), title=title),

@@ -4,7 +4,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -20,9 +20,6 @@ from weightscope.errors import DataError, UsageError
 from weightscope.fits.fitting import fit_each
 from weightscope.fits.population_fit import PopulationFit
 from weightscope.population import Population
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 GAINS = (0.0, 1.0, 3.0, 10.0, 30.0)
 
@@ -74,12 +71,6 @@ class GainChoice(Result):
 
     def to_dict(self) -> dict[str, Any]:
         return {"gain": self.gain, "curve": self.rows(), "settings": self.settings, "runs": self.trainings.runs}
-
-    def plot(self, path: str | Path | None = None, *, title: str | None = None) -> "Figure":
-        """The primary metric against gain, with standard errors of the paired differences and the choice marked."""
-        from weightscope import plots
-
-        return plots.finished(plots.gain_curve(self.curve, metric=self.trainings.metric, title=title), path)
 
 
 @one_thread()

@@ -24,7 +24,6 @@ from weightscope.cli.options import (
     layout_option,
     maybe_partial,
     out_option,
-    overwriting,
     parsed_options,
     partial_option,
     permutations_option,
@@ -272,8 +271,8 @@ def fit_init(
     terms (a correlation of two tensors, the scale of a tensor's column means) that held-out networks confirm.
 
     --gain auto trains networks of the population's recipe with each of several gains, on a part of the training images,
-    and also writes the curve as a picture (NAME-gain.png) and the trainings into a folder (NAME-gain); --data,
-    --device and --gain-* are for these trainings, --workers, --backend and --scheduler for them, too.
+    and also writes the trainings into a folder (NAME-gain); --data, --device and --gain-* are for these trainings,
+    --workers, --backend and --scheduler for them, too.
 
     \b
     Examples:
@@ -286,7 +285,6 @@ def fit_init(
     """
     from click.core import ParameterSource
 
-    from weightscope._util import outputs
     from weightscope._util.sources import is_population
     from weightscope.population import Population
 
@@ -323,13 +321,11 @@ def fit_init(
     if gain == "auto":
         from weightscope.benchmarking.gain import choose_gain
 
-        picture = outputs.writable_path(out.with_name(f"{out.stem}-gain.png"), overwrite=overwriting(context))
         fitting = {"joint": settings["joint"], **given, "options": options}
         training = {key.removeprefix("gain_"): value for key, value in training.items()} | {"workers": workers}
         select = fitting.pop("select", settings["select"])
         choice = choose_gain(source, select, out.with_name(f"{out.stem}-gain"), fitting=fitting, **training)
-        choice.plot(picture)
-        click.echo(f"{choice.text()}\nwrote {picture}\n")
+        click.echo(f"{choice.text()}\n")
         result, curve = choice.fit, {"gain": choice.to_dict()}
     elif explain:
         from weightscope.fits.terms import explain as explained

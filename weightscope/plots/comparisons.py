@@ -238,36 +238,6 @@ def _difference(row: Row, metric: Metric) -> str:
 
 
 @theme.themed()
-def gain_curve(
-    curve: Sequence[Row], ax: Axes | None = None, *, metric: Metric = ACCURACY, title: str | None = None
-) -> Axes:
-    """The metric of candidate gains relative to the smallest, with standard errors of the paired differences.
-
-    Candidates stand at equal distances; the chosen one is marked. Rows have `gain`, `difference`, `difference_se` (None
-    is not drawn), `n` and `chosen`.
-    """
-    rows = list(curve)
-    chosen = [i for i, row in enumerate(rows) if row["chosen"]]
-    canvas, ax = theme.canvas(ax, 5.6, 3.8)
-    columns = [[row[key] for row in rows] for key in ("difference", "difference_se")]
-    y, error = (metric.factor * np.array(column, dtype=float) for column in columns)  # None is NaN
-    style = theme.style(0, mfc="white", ms=5.5)
-    ax.errorbar(np.arange(len(rows)), y, yerr=error, capsize=2.5, elinewidth=1.1, zorder=3, **style)
-    best: dict[str, Any] = {"marker": "D", "color": theme.INK, "mfc": style["color"], "ls": "none"}
-    ax.plot(chosen, y[chosen], ms=8, zorder=4, gid="chosen", **best)
-    theme.reference(ax, 0, upright=False)
-    ax.set_xticks(range(len(rows)), [f"{row['gain']:g}" for row in rows])
-    ax.grid(axis="y")
-    value_axis(ax.yaxis)
-    ax.set_xlabel("gain of the correlations")
-    what = f"{metric.label} minus that at gain {rows[0]['gain']:g}"
-    ax.set_ylabel(difference_label(metric, what).replace(" (", "\n("))
-    label = f"{rows[0]['n']} paired seeds, ± SE"
-    canvas.legend([Line2D([], [], label=label, **style), Line2D([], [], label="chosen", **best)])
-    return canvas.finish(title)
-
-
-@theme.themed()
 def accuracy_by_length(
     by_length: Mapping[int, Sequence[Row]], ax: Axes | None = None, *, title: str | None = None
 ) -> Axes:
