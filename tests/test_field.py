@@ -17,7 +17,7 @@ from torch import Tensor
 from weightscope import anatomy
 from weightscope.analysis.attention_products import products
 from weightscope.anatomy.architectures import tables
-from weightscope.anatomy.attention_rows import LAYOUTS
+from weightscope.anatomy.attention_modules import LAYOUTS
 from weightscope.errors import AnatomyError, UsageError
 from weightscope.fits.identity_product import fit_identity_product
 

@@ -10,7 +10,7 @@ The tables in `architectures/*.toml` are named after their rows; each has
                             but `names` is (a leading dot stands for the module, the tensors below count), and all of
                             `beside` are in the file; `untyped` tables count only if no config names an architecture
     path                    a pattern that the path of the module has
-    packed, rows            the packed weights whose rows are in an order of `attention_rows.LAYOUTS`
+    packed, rows            the packed weights whose rows are in an order of `attention_modules.LAYOUTS`
     norm, after, offset     the norm beside the attention, whether it acts after it, what is added to its weight
     heads, head_widths      keys of the config; `head_width` where it states none
     logits                  their factor, if not 1 / sqrt(k)

@@ -286,7 +286,7 @@ class Tracer(Dispatch):
         elif rule is not None:
             rule(args, kwargs, outs[0])
         elif (first is not None and func._schema.returns and not first.is_write) or name in _MOVES:
-            self._moved(func, name, args, kwargs, outs)
+            self._moved(func, name, args, kwargs, given, outs)
         elif not acts:
             self._computed(func, name, args, outs[0], given)
         elif name in _NORMS:
@@ -301,8 +301,7 @@ class Tracer(Dispatch):
             self.without_rule.setdefault(name, self.path)
             self._unknown(out)
 
-    def _moved(self, func: Any, name: str, args: Any, kwargs: Any, outs: list[Tensor]) -> None:
-        given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+    def _moved(self, func: Any, name: str, args: Any, kwargs: Any, given: list[Tensor], outs: list[Tensor]) -> None:
         acts = [t for t in given if t in self._acts]
         if name == "copy_" and args[0] not in self._acts and acts:
             self._acts[args[0]] = Origin(torch.full(args[0].shape, -1, device=args[0].device))
@@ -312,23 +311,20 @@ class Tracer(Dispatch):
             if any(t in self._made for t in given) or name in _MOVES:  # views of parameters are known by their memory
                 offsets = {self._weight(t)[1] for t in given if self._is_weight(t)}
                 offset = offsets.pop() if len(offsets) == 1 else None
-                codes = self._replayed(func, name, args, kwargs, outs, lambda t: self._weight(t)[0], self._is_weight)
+                codes = self._replayed(
+                    func, name, args, kwargs, outs, lambda t: self._weight(t)[0] if self._is_weight(t) else None
+                )
                 self._made.update({out: (c, offset) for out, c in zip(outs, codes, strict=False)})
             return
         origins = [self._acts[t] for t in acts]
         marks = frozenset().union(*(o.marks for o in origins))
         factors = {o.factor for o in origins if bool((o.codes >= 0).any())} or {1.0}
         factor = factors.pop() if len(factors) == 1 else float("nan")
-        known = self._acts.__contains__
-        codes = self._replayed(func, name, args, kwargs, outs, lambda t: self._acts[t].codes, known)
+        known = dict(zip(acts, origins, strict=True))
+        codes = self._replayed(func, name, args, kwargs, outs, lambda t: known[t].codes if t in known else None)
         gains: Iterable[Tensor | None] = [None] * len(codes)
         if any(o.gain is not None for o in origins):
-
-            def gain(t: Tensor) -> Tensor:
-                found = self._acts[t]
-                return torch.full_like(found.codes, -1) if found.gain is None else found.gain
-
-            gains = self._replayed(func, name, args, kwargs, outs, gain, known)
+            gains = self._replayed(func, name, args, kwargs, outs, lambda t: known[t].gain if t in known else None)
         for out, one, other in zip(outs, codes, gains, strict=False):
             self._acts[out] = Origin(one, other, marks, factor)
 
@@ -339,22 +335,21 @@ class Tracer(Dispatch):
         args: Any,
         kwargs: Any,
         outs: list[Tensor],
-        codes: Callable[[Tensor], Tensor],
-        known: Callable[[Tensor], bool],
+        codes: Callable[[Tensor], Tensor | None],
     ) -> list[Tensor]:
-        """What an operation that moves numbers does to their codes."""
+        """What an operation that moves numbers does to their codes, -1 where there are none."""
 
         def coded(x: Any) -> Any:
             if not isinstance(x, Tensor):
                 return x
-            if known(x):
-                return codes(x)
+            if (found := codes(x)) is not None:
+                return found
             if name in _INDICES and not x.is_floating_point():
                 return x
             return torch.full(x.shape, -1, device=x.device)
 
         if name == "_to_copy":
-            return [codes(args[0])]
+            return [coded(args[0])]
         if name in ("view", "_unsafe_view", "_reshape_alias"):
             return [coded(args[0]).reshape(outs[0].shape)]
         a, k = tree_map(coded, args), tree_map(coded, kwargs)

@@ -174,11 +174,8 @@ def _open_index(folder: Folder, name: str, key: str | None) -> Store:
             out.tensors[tensor] = store.tensors[tensor]
         elif tensor not in store.unreadable:
             raise DataError(f"{where}: {ascii(tensor)[:100]} is mapped to {shard}, which does not hold it")
-    for shard, store in stores.items():
+    for store in stores.values():
         out.unreadable |= store.unreadable
-        for tensor in store.tensors:
-            if table.get(tensor) != shard:
-                out.unreadable.setdefault(tensor, f"in {shard}, but the index does not map it there")
         out.metadata |= store.metadata
     out.unreadable = {tensor: why for tensor, why in out.unreadable.items() if tensor not in out.tensors}
     return out
