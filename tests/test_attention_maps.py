@@ -444,6 +444,17 @@ def test_the_command_runs_a_folder_of_transformers(folder, capsys):
     np.testing.assert_allclose([row["near"] for row in found], [row["near"] for row in wanted])
 
 
+def test_a_torchvision_of_another_build_is_named_with_what_to_do(folder, capsys, monkeypatch):
+    def fails(*_, **__):
+        raise ImportError("Could not import module 'ViTModel'") from RuntimeError("operator torchvision::nms not found")
+
+    monkeypatch.setattr(families.shims.transformers().AutoModel, "from_pretrained", fails)
+    code, _, err = run("attention-maps", folder / "hf", "-o", folder / "x.png", capsys=capsys)
+    assert (code, err.count("\n")) == (2, 1)
+    assert f"expected a torchvision of the build of torch {torch.__version__}, found " in err
+    assert "troubleshooting.md says, or uninstall torchvision" in err
+
+
 def test_without_images_the_command_runs_on_noise_and_says_so(folder, capsys, tmp_path):
     code, text, _ = run("attention-maps", folder / "hf", "--count", 3, "-o", tmp_path / "a.png", capsys=capsys)
     assert (code, "means over heads and 3 images" in text) == (0, True)

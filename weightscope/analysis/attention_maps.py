@@ -515,11 +515,10 @@ def compared(models: Mapping[str, Result]) -> str:
     return row_table(columns, rows)
 
 
-def _means(rows: Sequence[Mapping[str, Any]]) -> dict[Any, Any]:
+def _means(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Means of the numbers that are no indices, each over the rows in which it is known."""
-    import pandas
-
-    return pandas.DataFrame(rows).select_dtypes("float").mean().dropna().to_dict()
+    columns = {key: [row[key] for row in rows if isinstance(row[key], float)] for key in rows[0]}
+    return {key: float(np.nanmean(values)) for key, values in columns.items() if values}
 
 
 @one_thread()

@@ -203,13 +203,13 @@ class _Reader:
         weight = nodes[0].weight
         assert weight is not None
         slot = self._lines(Weight(first, weight.step, weight.columns), what)
-        owners = (bias >> BITS).unique().tolist()
+        owners = present(bias)
         with_bias = (self.names[owners[0]], bias & ENTRY) if len(owners) == 1 and owners[0] >= 0 else None
         return slot, with_bias, nodes[0]
 
     def _lines(self, weight: Weight, what: str) -> tuple[str, Tensor, bool, int]:
         """Name of the parameter, numbers of its rows, whether it is stored transposed, columns."""
-        owners = (weight.first >> BITS).unique().tolist()
+        owners = present(weight.first)
         if len(owners) != 1:
             raise _UnreadError(f"{what} are in {len(owners)} tensors")
         if (found := self.tracer.rows_of(weight)) is None:
@@ -250,7 +250,7 @@ class _Reader:
             first = weight.first[0] + weight.step * columns.flatten()
             slot = self._lines(Weight(first, int(steps), len(weight.first)), "outputs")
             bias = None
-            if node.bias is not None and len(owners := (node.bias >> BITS).unique().tolist()) == 1 and owners[0] >= 0:
+            if node.bias is not None and len(owners := present(node.bias)) == 1 and owners[0] >= 0:
                 bias = self.names[owners[0]], node.bias & ENTRY
             return node, slot, bias
         raise _UnreadError("no linear map reads what attention gives")
@@ -285,7 +285,7 @@ class _Reader:
         codes = origin.codes.mT if letter == "k" else origin.codes
         made = torch.zeros(value.shape, dtype=torch.float64)
         numbers = (codes >> BITS).cpu()
-        for n in numbers.unique().tolist():
+        for n in present(codes):
             if n > 0:
                 out = self.tracer.node(n).out.detach().double().flatten().cpu()
                 made[numbers == n] = out[(codes.cpu() & ENTRY)[numbers == n]]

@@ -188,7 +188,7 @@ class Tracer(Dispatch):
 
     def rows_of(self, weight: Weight) -> tuple[int, Tensor, bool] | None:
         """(parameter, rows or columns of it, whether it is stored transposed) of a matrix; None if it is neither."""
-        owners = (weight.first >> BITS).unique().tolist()
+        owners = present(weight.first)
         if len(owners) != 1:
             return None
         shape, flat, columns = tuple(self.parameters[owners[0]].shape), weight.first & ENTRY, weight.columns

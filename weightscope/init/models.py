@@ -77,10 +77,13 @@ def _transformers(name: str, **options: Any) -> nn.Module:
 def check_output(model: str, path: Path, *, overwrite: bool = False) -> None:
     """UsageError if the model's name has another form, or `save` cannot write there: suffix, folder, or it exists."""
     folder = _library(model)[0] == "hf"
-    if path.exists() and (folder or not overwrite):
+    if folder and path.exists():
+        only = "--overwrite replaces files only: " * overwrite
         raise UsageError(
-            f"{path}: exists; name another" + (" or remove it" if folder else ", remove it, or add --overwrite")
+            f"{path}: expected the name of a new folder, found one that exists; {only}name another or remove it"
         )
+    if path.is_file() and not overwrite:
+        raise UsageError(f"{path}: exists; name another, remove it, or add --overwrite")
     if folder and path.suffix in SUFFIXES:
         raise UsageError(f"{path}: expected the name of a folder, which `from_pretrained` loads")
     writable_path(path, *(() if folder else SUFFIXES), overwrite=True)

@@ -47,6 +47,8 @@ def panel_figure(
     figure.set_layout_engine(ConstrainedLayoutEngine(w_pad=0.035, h_pad=0.025, wspace=0, hspace=0))
     axes = figure.subplots(rows, columns, squeeze=False, subplot_kw={"xticks": [], "yticks": []})
     for ax in axes.flat:
+        ax.xaxis.set_visible(False)
+        ax.yaxis.set_visible(ax in axes[:, 0])
         ax.spines[:].set(visible=True, linewidth=0.5, color=theme.MUTED)
     for line, text in zip(axes, texts, strict=False):
         line[0].set_ylabel(text, rotation=0, ha="right", va="center")

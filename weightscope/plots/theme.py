@@ -419,7 +419,8 @@ def render(drawn: Drawn, kind: str = "png") -> bytes:
     whole = Bbox([np.floor(corners[0]) / dpi, np.ceil(corners[1]) / dpi])  # pixels stay where they are
     engine = figure.get_layout_engine()
     figure.set_layout_engine("none")  # a second layout would move what was measured
-    figure.savefig(buffer, format=kind, dpi=dpi, metadata=_METADATA[kind], bbox_inches=whole)
+    fast: dict[str, Any] = {"pil_kwargs": {"compress_level": 1}} if kind == "png" else {}  # compressed again below
+    figure.savefig(buffer, format=kind, dpi=dpi, metadata=_METADATA[kind], bbox_inches=whole, **fast)
     figure.set_layout_engine(engine)
     return _with_fewer_colours(buffer, dpi) if kind == "png" else buffer.getvalue()
 
