@@ -133,8 +133,6 @@ def test_the_public_covariance_of_a_population(weights, tmp_path):
     assert json.loads(json.dumps(found.to_dict()))["stripes"]["a.fc1.weight"]["column"]["p"] == fc1.column.p
     assert found.plot(tmp_path / "c.png", means=True).axes
     assert (tmp_path / "c.png").exists()
-    found.save_matrix(tmp_path / "c.npz")
-    np.testing.assert_array_equal(np.load(tmp_path / "c.npz")["matrix"], found.matrix)
 
 
 def test_the_default_selection_is_the_mlps_or_everything(weights):

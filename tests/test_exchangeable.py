@@ -364,7 +364,7 @@ def test_fit_compares_it_over_a_whole_network() -> None:
     assert rows["dense"]["difference"] < -3 * rows["dense"]["difference_se"]
 
 
-@pytest.mark.parametrize("option", ["--cells=600", "--init=default", "--matrix=a.npz", "--kind=correlation"])
+@pytest.mark.parametrize("option", ["--cells=600", "--init=default", "--kind=correlation"])
 def test_the_command_refuses_options_that_do_not_apply(
     option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -277,8 +277,6 @@ def test_pictures_that_cannot_be_drawn_are_errors(tmp_path):
     ):
         with pytest.raises(UsageError, match=match):
             found.plot(tmp_path / "a.png", picture)
-    with pytest.raises(UsageError, match=r"ends in \.npz"):
-        found.save_matrix(tmp_path / "a.npy")
     with pytest.raises(UsageError, match=r"label: expected one of .*found 'b'"):
         found.of("b")
 
@@ -294,10 +292,6 @@ def test_several_networks_stand_in_one_table_and_one_picture(tmp_path):
     assert len(shown) == 7
     for picture in ("maps", "depth", "samples"):
         found.plot(tmp_path / f"{picture}.pdf", picture, title="A finding")
-    found.save_matrix(tmp_path / "all.npz")
-    with np.load(tmp_path / "all.npz") as stored:
-        np.testing.assert_array_equal(stored["covariance/0"], found.layers[0].moments.covariance)
-        assert stored["mean/6"].shape == (49,)
     rows = found.to_dict()["rows"]
     assert [row["source"] for row in rows] == ["a"] * 2 + ["ConvMixer"] * 3 + ["c"] * 2
 
@@ -310,8 +304,8 @@ def file(tmp_path: Path) -> Path:
 
 
 def test_the_command_on_one_file(file, tmp_path, capsys):
-    figure, table, matrix = tmp_path / "a.png", tmp_path / "a.json", tmp_path / "a.npz"
-    code, out, _ = run("covariance", file, "-o", figure, "--json", table, "--matrix", matrix, capsys=capsys)
+    figure, table = tmp_path / "a.png", tmp_path / "a.json"
+    code, out, _ = run("covariance", file, "-o", figure, "--json", table, capsys=capsys)
     assert code == 0
     assert "mixer: variance is nearer the centre than even" in out
     assert "neighbours" in out
@@ -319,8 +313,6 @@ def test_the_command_on_one_file(file, tmp_path, capsys):
     rows = json.loads(table.read_text())["rows"]
     found = covariance_within(file)
     assert [row["relative_spread"] for row in rows] == [x.focus.relative_spread for x in found.layers]
-    with np.load(matrix) as stored:
-        np.testing.assert_array_equal(stored["covariance/2"], found.layers[2].moments.covariance)
 
 
 def test_the_command_compares(file, tmp_path, capsys):

@@ -1,19 +1,14 @@
 """Files that commands write: checked before anything is computed, so that nothing else is ever replaced."""
 
 import os
-import zipfile
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
-
-import numpy as np
 
 from weightscope._util import atomic
 from weightscope._util.sources import POPULATION_FILE, is_population
 from weightscope.errors import UsageError
 
 WRITTEN_BY = "written_by"  # first key of the JSON of a command; its value is "weightscope COMMAND"
-# Suffix -> what is in the first or last 64 KiB of a file that weightscope wrote. An .npy file has no place for it.
+# Suffix -> what is in the first or last 64 KiB of a file that weightscope wrote.
 _MARKS = {
     ".png": b"tEXtSoftware\0weightscope",
     ".pdf": b"/Creator (weightscope)",
@@ -21,7 +16,6 @@ _MARKS = {
     ".h5": b"weightscope-export 1, sha256",
     ".hdf5": b"weightscope-export 1, sha256",
     ".html": b'<meta name="generator" content="weightscope report">',
-    ".npz": b"written by weightscope",
     ".safetensors": b'{"__metadata__":{"weightscope":',
 }
 _ENDS = 1 << 16
@@ -62,13 +56,3 @@ def _ours(path: Path, json_of: str | None) -> bool:
         return False
     mark = f'\n "{WRITTEN_BY}": "weightscope {json_of}"'.encode() if json_of else _MARKS.get(path.suffix)
     return not text or (mark is not None and mark in text)
-
-
-def save_npz(path: str | Path, arrays: Mapping[str, Any]) -> None:
-    """Write arrays as an .npz file whose archive comment says who wrote it."""
-    if Path(path).suffix != ".npz":
-        raise UsageError(f"expected a file name that ends in .npz, found {path}")
-    with atomic.replacing(path) as file:
-        np.savez(file, **arrays)
-        with zipfile.ZipFile(file, "a") as archive:
-            archive.comment = _MARKS[".npz"]

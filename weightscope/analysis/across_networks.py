@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, get_args
 import numpy as np
 from scipy.special import stdtrit
 
-from weightscope._util import outputs
 from weightscope._util.checks import choice
 from weightscope._util.results import Result
 from weightscope._util.sources import is_population
@@ -163,12 +162,6 @@ class PopulationCovariance(Result):
         with contextlib.suppress(AnatomyError):
             out |= _by_channel(self.spec)
         return out
-
-    def save_matrix(self, path: str | Path) -> None:
-        """Write `matrix`, `mean`, and the blocks' `names` and `stops` as an .npz file."""
-        stops = np.array([part.stop for part in self.blocks.values()])
-        arrays = {"matrix": self.matrix, "mean": self.mean, "names": np.array(list(self.blocks)), "stops": stops}
-        outputs.save_npz(path, arrays)
 
 
 def _by_channel(spec: WeightSpec) -> dict[str, np.ndarray]:

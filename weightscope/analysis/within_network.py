@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from weightscope import anatomy
-from weightscope._util import outputs
 from weightscope._util.checks import choice, count
 from weightscope._util.names import joined, label_of, labels_of
 from weightscope._util.results import Result, finite_or_none, row_table
@@ -223,16 +222,6 @@ class NetworkCovariances(Result):
         else:
             figure = (_maps_page if kind == "maps" else _depth_page)(self.layers, title or self.finding())
         return plots.finished(figure, path)
-
-    def save_matrix(self, path: str | Path) -> None:
-        """Write `covariance/I` and `mean/I` for row I of `to_dict()["rows"]` as an .npz file, where kept."""
-        arrays: dict[str, Any] = {}
-        for i, row in enumerate(self.layers):
-            if row.moments is not None:
-                arrays[f"mean/{i}"] = row.moments.mean
-                if row.moments.covariance is not None:
-                    arrays[f"covariance/{i}"] = row.moments.covariance
-        outputs.save_npz(path, arrays)
 
 
 def _place(row: Layer) -> dict[str, str]:

@@ -164,9 +164,9 @@ _WITHIN = ("part", "init", "network", "picture")
 _TABLE: Mapping[str, Sequence[str]] = {
     "with --exchangeable": ("select", "computed", "fold_norms", "permutations"),
     "with --exchangeable --at all": ("select",),
-    "with --eigenpairs": ("eigenpairs", "select", "computed", "fold_norms", "matrix"),
-    "across a population": ("select", "computed", "kind", "fold_norms", "cells", "matrix"),
-    "within networks": (*_WITHIN, "matrix"),
+    "with --eigenpairs": ("eigenpairs", "select", "computed", "fold_norms"),
+    "across a population": ("select", "computed", "kind", "fold_norms", "cells"),
+    "within networks": _WITHIN,
 }
 
 
@@ -231,7 +231,6 @@ _TABLE: Mapping[str, Sequence[str]] = {
     "--network", type=int, help="Look within this network of a population, counted from 0.  [default, with --part: 0]"
 )
 @figure_option("covariance.png")
-@click.option("--matrix", type=OutputFile(".npz"), help="Also write the matrix, the matrices or the eigenpairs (.npz).")
 @permutations_option
 @spread_options
 @partial_option
@@ -280,14 +279,11 @@ def covariance(
     else:
         chosen = "within networks"
     refuse_others(given, _TABLE[chosen], chosen)
-    matrix, kind = given.pop("matrix", None), {k: given[k] for k in ("kind",) if k in given}
+    kind = {k: given[k] for k in ("kind",) if k in given}
     drawing = kind | {k: given.pop(k) for k in ("cells", "picture") if k in given}
     found = _covariance(chosen, opened, workers, given)
     _show(found, out if hasattr(found, "plot") else None, **drawing)
     _keep(found, json_file)
-    if matrix is not None:
-        found.save_matrix(matrix)
-        click.echo(f"wrote {matrix}")
 
 
 def _opened(source: Any, partial: bool, at: int | None) -> Any:

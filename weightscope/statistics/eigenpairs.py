@@ -3,13 +3,11 @@
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, ClassVar, Literal, Protocol, TypeVar
 
 import numpy as np
 from scipy.linalg import eigh
 
-from weightscope._util import outputs
 from weightscope._util.results import Result
 from weightscope.errors import UsageError
 from weightscope.statistics.moments import EntryMoments, add_gram, finite_rows
@@ -61,10 +59,6 @@ class Eigenpairs(Result):
     def to_dict(self) -> dict[str, Any]:
         """The rows and the counts, without the vectors."""
         return super().to_dict() | {"n": self.n, "excluded": self.excluded, "total": self.total, "method": self.method}
-
-    def save_matrix(self, path: str | Path) -> None:
-        """Write `values`, `vectors` and `mean` as an .npz file."""
-        outputs.save_npz(path, {"values": self.values, "vectors": self.vectors, "mean": self.mean})
 
 
 def top_eigenpairs(total: Total, size: int, rank: int, *, memory: int = 2 << 30) -> Eigenpairs:
