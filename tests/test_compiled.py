@@ -169,6 +169,30 @@ def test_a_second_derivative_is_refused():
 
 
 @needs_compiler
+def test_memory_of_a_step_is_not_used_by_two_graphs():
+    x, *weights = mlp_inputs((1, 4, 6, 15), torch.float64)
+    x, filters, bias = (
+        x.detach().view(4, 3, 5, 1).requires_grad_(),
+        *(draw(*s, dtype=x.dtype) for s in ((4, 3, 3), (4,))),
+    )
+    block = (filters, bias), *zip(weights[::2], weights[1::2], strict=True)
+
+    def run(x):
+        return functions.convnext_blocks(x, (block,), 1e-6)
+
+    first, second = run(x), run(2 * x)  # both before a backward pass
+    (of_second,) = torch.autograd.grad(second.sum(), x, retain_graph=True)
+    (of_first,) = torch.autograd.grad(first.sum(), x)
+    assert of_first.equal(torch.autograd.grad(run(x).sum(), x)[0])
+    assert of_second.equal(torch.autograd.grad(run(2 * x).sum(), x)[0])
+    again = run(x)
+    torch.autograd.grad(again.sum(), x, retain_graph=True)
+    run(x)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(again.sum(), x)
+
+
+@needs_compiler
 def test_gelu_is_as_accurate_as_float32_allows_from_tail_to_tail():
     """Abramowitz and Stegun's formula has an error of 1.5e-7; 4e-7 |x| leaves as much again for rounding."""
     values = torch.cat([torch.linspace(-30, 30, 19196), torch.tensor([0.0, -1e-20, 1e20, -1e20])]).view(-1, 64)

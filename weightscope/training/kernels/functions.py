@@ -138,6 +138,18 @@ def _compiled(forward: Any, backward: Any, x: Tensor, *weights: Tensor | None, *
     return found
 
 
+_spare: list[Tensor] = []  # what blocks kept in an earlier step: each page of new memory costs a fault
+
+
+def _kept(count: int, like: Tensor) -> Tensor:
+    """Memory for what blocks keep for the backward pass, which gives it back."""
+    found = _spare.pop() if _spare else like.new_empty(count)
+    if found.numel() != count or found.dtype != like.dtype:
+        return like.new_empty(count)
+    torch.autograd.graph.increment_version(found)  # so that a graph that still needs it raises an error
+    return found
+
+
 # What follows calls the C functions; see their sources for the shapes.
 
 
@@ -175,7 +187,7 @@ def _mlp_sizes(x: Tensor, weights: tuple[Tensor, ...]) -> tuple[int, ...]:
 
 def _blocks(x: Tensor, *weights: Tensor, eps: float, keep: bool) -> Any:
     sizes = _block_sizes(x, weights)
-    kept = x.new_empty(2 * sizes[0] * x.numel()) if keep else None
+    kept = _kept(2 * sizes[0] * x.numel(), x) if keep else None
     (y,) = _filled("blocks_forward", (x, weights, kept), [x], (*sizes, eps))
     return y, (kept, *weights)
 
@@ -183,6 +195,7 @@ def _blocks(x: Tensor, *weights: Tensor, eps: float, keep: bool) -> Any:
 def _blocks_backward(grad: Tensor, kept: Tensor, *weights: Tensor, eps: float, keep: bool) -> list[Tensor]:
     found, of_weights = torch.empty_like(grad), tuple(torch.empty_like(weight) for weight in weights)
     _call("blocks_backward", (grad, weights, kept, found, of_weights), (*_block_sizes(grad, weights), eps))
+    _spare[:] = [kept]
     return [found, *of_weights]
 
 
@@ -195,7 +208,7 @@ def _block_sizes(x: Tensor, weights: tuple[Tensor, ...]) -> tuple[int, ...]:
 def _transformer(x: Tensor, *weights: Tensor, heads: int, eps: float, keep: bool) -> Any:
     sizes = _transformer_sizes(x, weights, heads)
     images = _library(x).transformer_images(*sizes[-2:])
-    kept = x.new_empty(3 * sizes[0] * len(x) * x.shape[1] * images) if keep else None
+    kept = _kept(3 * sizes[0] * len(x) * x.shape[1] * images, x) if keep else None
     (y,) = _filled("transformer_forward", (x, weights, kept), [x], (*sizes, eps))
     return y, (kept, *weights)
 
@@ -206,6 +219,7 @@ def _transformer_backward(
     found, of_weights = torch.empty_like(grad), tuple(torch.empty_like(weight) for weight in weights)
     sizes = _transformer_sizes(grad, weights, heads)
     _call("transformer_backward", (grad, weights, kept, found, of_weights), (*sizes, eps))
+    _spare[:] = [kept]
     return [found, *of_weights]
 
 
