@@ -47,7 +47,6 @@ def panel_figure(
     figure.set_layout_engine(ConstrainedLayoutEngine(w_pad=0.035, h_pad=0.025, wspace=0, hspace=0))
     axes = figure.subplots(rows, columns, squeeze=False, subplot_kw={"xticks": [], "yticks": []})
     for ax in axes.flat:
-        ax.xaxis.set_visible(False)
         ax.yaxis.set_visible(ax in axes[:, 0])
         ax.spines[:].set(visible=True, linewidth=0.5, color=theme.MUTED)
     for line, text in zip(axes, texts, strict=False):
@@ -118,6 +117,7 @@ def matrix_grid(
 def _draw(axes: Sequence[Axes], panels: Sequence[np.ndarray | None], **colours: Any) -> None:
     """A row of matrices; nothing for None, a grey panel for one that is not finite."""
     for ax, panel in zip(axes, panels, strict=True):
+        ax.xaxis.set_visible(False)
         if panel is None:
             ax.spines[:].set_visible(False)
         elif np.isfinite(panel).all():
