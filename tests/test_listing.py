@@ -7,8 +7,8 @@ from pathlib import Path
 import weightscope.init
 from weightscope.cli import catalogue as listing
 from weightscope.cli.catalogue import catalogue
+from weightscope.data import task
 from weightscope.data.registry import DATASETS
-from weightscope.data.sequence_config import SEQUENCE_NAMES
 from weightscope.fits import STRUCTURES
 from weightscope.recipe.networks import SECTIONS
 
@@ -19,7 +19,7 @@ def test_every_registered_name_is_listed_once() -> None:
     assert len(set(names)) == len(names)
     by_kind = {kind: {name for k, name in names if k == kind} for kind in listing.KINDS}
     assert by_kind["networks"] == set(SECTIONS)
-    assert by_kind["datasets"] == {*DATASETS, *SEQUENCE_NAMES}
+    assert by_kind["datasets"] == {*DATASETS, *task.SECTIONS} - {task.IMAGES}
     assert by_kind["structures"] == {*STRUCTURES, "filters", "conv_schedule", "identity_product"}
     functions = {name[:-1] for name in weightscope.init.__all__ if name.endswith("_")}
     assert by_kind["initialisers"] == functions

@@ -44,7 +44,6 @@ def sequence_length(name: str, length: int) -> int:
 Vocabulary = Annotated[int, Field(ge=2, le=2**24)]
 Part = Literal["valid", "test"]
 TEXT, MARKOV = "text", "markov"
-SEQUENCE_NAMES = (*TASK_SIZES, TEXT, MARKOV)
 _CHECKED_TOKENS = 16  # of the sequences with which networks are checked
 
 
