@@ -172,6 +172,12 @@ def test_what_cannot_be_run_is_not_confirmed():
     assert len(anatomy.attention(state, {"num_heads": 2, "layout": "blocks"})) == 1
 
 
+def test_an_input_with_too_many_tokens_is_not_traced(monkeypatch):
+    monkeypatch.setattr("weightscope.anatomy.tracing._MOST", 100)
+    with pytest.raises(AnatomyError, match="could not be run on random inputs"):
+        wi.mimetic_attention_(Wrapped(Attention(2, 22, 11)))
+
+
 def test_why_a_class_refuses_a_config_is_said():
     shims.transformers()
     state = {"l.0.attn.qkv.weight": torch.zeros(144, 48), "l.0.attn.proj.weight": torch.zeros(48, 48)}

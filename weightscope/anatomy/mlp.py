@@ -26,14 +26,7 @@ from weightscope.errors import AnatomyError, UsageError
 MLPName = Literal["fc1", "fc2", "gate"]
 
 
-@dataclass(frozen=True)
-class Scheme:
-    """How one family names an MLP, relative to its parent."""
-
-    fc1: str  # expands
-    fc2: str  # contracts
-    gate: str | None = None  # its output passes the activation and multiplies; equal to `fc1` when both are packed
-
+Scheme = tuple[str, str, str | None]  # names of fc1, fc2 and the gate, equal to fc1's if packed with it, of one family
 
 # MLPs that compute relative position biases, and those of MLP-Mixers over tokens, do not read the residual stream.
 POSITIONAL = re.compile(r"(^|\.)(rel_pos\w*|pos_mlp|cpb_mlp|position_bias\w*|mlp_tokens|token_mixing\w*|tokens_mlp)\.")
@@ -74,27 +67,29 @@ def find(tensors: NamedTensors) -> Parts[MLPPart]:
         path = module_of([weights["fc1"].name, weights["fc2"].name])
         return MLPPart(0, path, kind, width, hidden, tensors, weights, biases)
 
-    schemes = {Scheme(*row): tuple(f"{name}.weight" for name in dict.fromkeys(row)) for row in names("mlps")}
+    rows = [(fc1, fc2, *gate, None)[:3] for fc1, fc2, *gate in names("mlps")]
+    schemes = {row: tuple(f"{name}.weight" for name in dict.fromkeys(row) if name) for row in rows}
     return in_layers(places(tensors, schemes, build), tensors, owner=owner)
 
 
 def _slots(tensors: NamedTensors, prefix: str, scheme: Scheme) -> dict[str, Slot] | None:
     """The slots of fc1, fc2 (and gate); None if the shapes are not those of an MLP that returns to its stream."""
-    first, second = f"{prefix}{scheme.fc1}.weight", f"{prefix}{scheme.fc2}.weight"
+    fc1, fc2, gate = scheme
+    first, second = f"{prefix}{fc1}.weight", f"{prefix}{fc2}.weight"
     shapes = tensors.shape(first), tensors.shape(second)
     if any(len(s) < 2 or any(n != 1 for n in s[2:]) for s in shapes):
         return None
-    transposed = f"{scheme.fc1}.weight" in names("conv1d") and _is_conv1d(tensors, f"{prefix}{scheme.fc1}")
+    transposed = f"{fc1}.weight" in names("conv1d") and _is_conv1d(tensors, f"{prefix}{fc1}")
     (rows, columns), (back, inner) = (s[1::-1] if transposed else s[:2] for s in shapes)
-    gated = scheme.gate == scheme.fc1
-    packed = gated or (scheme.gate is None and rows == 2 * inner)  # timm's GluMlp packs under the name of a plain fc1
+    gated = gate == fc1
+    packed = gated or (gate is None and rows == 2 * inner)  # timm's GluMlp packs under the name of a plain fc1
     if rows != inner * (1 + packed) or back != columns:
         return None
     if len(shapes[0]) == 4 and rows < columns:
         return None  # a squeeze-and-excitation bottleneck, not an MLP of the residual stream
     if not packed:
         slots = {"fc1": Slot(first, None, transposed), "fc2": Slot(second, None, transposed)}
-        return slots | ({"gate": Slot(f"{prefix}{scheme.gate}.weight")} if scheme.gate else {})
+        return slots | ({"gate": Slot(f"{prefix}{gate}.weight")} if gate else {})
     # GluMlp states which half is the gate; the other packed families put it first.
     gate_last = False if gated else tensors.hint(prefix.removesuffix("."), ("gate_last",), bool)
     if gate_last is None:
@@ -102,8 +97,8 @@ def _slots(tensors: NamedTensors, prefix: str, scheme: Scheme) -> dict[str, Slot
             f"`{prefix}fc1.weight` packs a gate, and its names do not say in which half; pass the module"
         )
     halves = slice(0, inner), slice(inner, rows)
-    up, gate = halves if gate_last else halves[::-1]
-    return {"fc1": Slot(first, up), "fc2": Slot(second), "gate": Slot(first, gate)}
+    up, active = halves if gate_last else halves[::-1]
+    return {"fc1": Slot(first, up), "fc2": Slot(second), "gate": Slot(first, active)}
 
 
 def _is_conv1d(tensors: NamedTensors, path: str) -> bool:

@@ -20,8 +20,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from weightscope.errors import UsageError
-
 BITS = 32
 ENTRY = (1 << BITS) - 1
 Kind = Literal["input", "linear", "embedding", "sum", "gate", "product", "apply"]
@@ -59,7 +57,7 @@ _RANK = {"apply": 3, "product": 2}
 _MASKED = -1e3  # logits below are those of a mask
 
 
-_MOST = 30_000_000  # entries of one map of attention that is traced, at 8 bytes and more each
+_MOST = 30_000_000  # entries of one map of attention that is traced, at 8 bytes and more each; else a MemoryError
 
 
 @dataclass(frozen=True)
@@ -698,7 +696,7 @@ class Tracer(Dispatch):
     def _product(self, x: Tensor, w: Tensor, a: Origin, b: Origin, out: Tensor) -> None:
         a, b = (Origin(o.codes.reshape(t.shape), None, o.marks, o.factor) for o, t in ((a, x), (b, w)))
         if out.numel() > _MOST:
-            raise UsageError(f"{out.numel():,} products of queries and keys; give fewer tokens")
+            raise MemoryError(f"{out.numel():,} products of queries and keys; give fewer tokens")
         kinds = self.source(a.codes), self.source(b.codes)
         if "product" in kinds:
             left = kinds[0] == "product"
