@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 from reporting import write
 
-from weightscope._util import workers as pools
 from weightscope._util.workers import Workers, spread
 from weightscope.analysis.across_networks import covariance_across
 from weightscope.analysis.exchangeable import covariance_exchangeable
@@ -75,7 +75,7 @@ def exchangeable(population: Population, workers: int) -> list[np.ndarray]:
 
 def peaks() -> list[int]:
     """Peak memory of the worker processes, in bytes."""
-    files = [Path(f"/proc/{worker.process.pid}/status") for worker in pools._spare]
+    files = [Path(f"/proc/{child.pid}/status") for child in psutil.Process().children()]
     lines = [line for file in files for line in file.read_text().splitlines() if line.startswith("VmHWM")]
     return [1024 * int(line.split()[1]) for line in lines]
 
@@ -83,11 +83,8 @@ def peaks() -> list[int]:
 def processors() -> float:
     """Seconds that this process, its worker processes and those that have ended used processors."""
     ended = resource.getrusage(resource.RUSAGE_CHILDREN)
-    fields = [
-        Path(f"/proc/{worker.process.pid}/stat").read_text().rpartition(")")[2].split() for worker in pools._spare
-    ]
-    ticks = sum(int(x) for each in fields for x in each[11:13])  # of users and of the system
-    return time.process_time() + ended.ru_utime + ended.ru_stime + ticks / os.sysconf("SC_CLK_TCK")
+    alive = [child.cpu_times() for child in psutil.Process().children()]
+    return time.process_time() + ended.ru_utime + ended.ru_stime + sum(each.user + each.system for each in alive)
 
 
 def timed(task: Any) -> tuple[dict[str, float], Any]:

@@ -40,6 +40,8 @@ from weightscope.statistics.samples import WeightArray, WeightSamples, finite_ch
 if TYPE_CHECKING:
     from weightscope.population import Population
 
+_NUMBERS = 1 << 23  # of a block of networks, at most
+
 
 @dataclass(frozen=True, eq=False, repr=False)
 class ExchangeableCovariance(Result):
@@ -238,13 +240,16 @@ def covariance_exchangeable(
 
         own = permutations_of(source, permutations)
     own = coordinates.permutations(own)
-    blocks = (coordinates(rows) for rows, _ in finite_chunks(source, reads, BLOCK))
+    size = max(
+        1, min(BLOCK, _NUMBERS // max(1, coordinates.reads.size))
+    )  # networks: temporary arrays stay in the cache
+    blocks = (coordinates(rows) for rows, _ in finite_chunks(source, reads, size))
     centre, effects = beginning(blocks, spec, own)
 
     def summed(part: WeightSamples, _: int) -> ExchangeableMoments:
         found = ExchangeableMoments(spec, own, centre=centre, index=False)
         with one_thread():  # another thread reads; on two cores more of them wait for each other
-            for rows, out in finite_chunks(part, reads):
+            for rows, out in finite_chunks(part, reads, size):
                 found.excluded += out
                 found.update(coordinates(rows))
         return found

@@ -7,9 +7,10 @@ orthogonal R', so heads with one offset share a solution without sharing weights
 """
 
 import bisect
+import contextlib
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -35,6 +36,7 @@ PENALTY = 1e-7  # on ||Q||^2 + ||K||^2, against the mean squared error of the ma
 ADAM_RATE = 1e-4  # impulse paper, section 4.2
 RESET = 100  # steps between resets of the norms in the published code
 NORMS = ("free", "start")
+_CACHED = 1 << 17  # float32 numbers of a map at a time
 _START_SCALES = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0)
 
 
@@ -53,9 +55,9 @@ def attention_map(codes: Tensor, query: Tensor, key: Tensor, scale: float, causa
     return torch.softmax(masked(logits) if causal else logits, dim=-1)
 
 
-def masked(logits: Tensor) -> Tensor:
-    """Logits (..., N, N) with -inf where the key's token is later than the query's."""
-    return logits.masked_fill(torch.ones_like(logits, dtype=torch.bool).triu(1), -math.inf)
+def masked(logits: Tensor, first: int = 0) -> Tensor:
+    """Logits (..., n, N) of the queries from `first` on, with -inf where the key's token is later than the query's."""
+    return logits.masked_fill(torch.ones_like(logits, dtype=torch.bool).triu(1 + first), -math.inf)
 
 
 def normalised(codes: Tensor) -> Tensor:
@@ -63,7 +65,19 @@ def normalised(codes: Tensor) -> Tensor:
     return torch.nn.functional.layer_norm(codes.double(), codes.shape[-1:], eps=1e-6)
 
 
+@contextlib.contextmanager
+def no_denormals() -> Iterator[None]:
+    """Flush denormal numbers to zero, which the softmax of a sharp map is full of, and which take 10 times as long."""
+    flushed = bool(torch.tensor([1e-30]) * 1e-10 == 0)
+    torch.set_flush_denormal(True)
+    try:
+        yield
+    finally:
+        torch.set_flush_denormal(flushed)
+
+
 @one_thread()
+@no_denormals()
 def solve(
     codes: Tensor,
     tokens: TokenGrid,
@@ -116,6 +130,7 @@ def coordinates(codes: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @one_thread()
+@no_denormals()
 def by_adam(
     codes: Tensor,
     targets: Tensor,
@@ -168,6 +183,7 @@ class _Problem:
     def __init__(self, coordinates: Tensor, tokens: TokenGrid, scale: float, norm: float | None = None) -> None:
         self.y, self.tokens, self.scale, self.norm = coordinates, tokens, scale, norm
         self._y = coordinates.float()
+        self._room = torch.empty(2, max(1, _CACHED // len(self._y)), len(self._y))
 
     def start(self, k: int) -> Tensor:
         """A multiple of the identity (r, k) on the leading directions, the best of a few for the offset (0, 0)."""
@@ -210,20 +226,36 @@ class _Problem:
         return _balanced(both[0], both[1]) if move_key else (both[0], b)
 
     def _evaluate(self, index: Tensor, a: Tensor, b: Tensor) -> tuple[float, Tensor, Tensor]:
-        """Objective, in units where the uniform map scores about 1, and its gradients, in closed form."""
+        """Objective, in units where the uniform map scores about 1, and its gradients, in closed form.
+
+        Rows of the map are computed in blocks that stay in the cache. With p its weights, h the wanted ones, e = p - h
+        and s = e . p, the gradient by the logits is p (e - s), which is e (e - s) but at the target.
+        """
         n, y = len(index), self._y  # the uniform map has a mean squared error of 1/N
         u, v = y @ (a * self.scale).float(), y @ b.float()
-        logits = u @ v.T
-        p = torch.softmax(masked(logits) if self.tokens.causal else logits, dim=1)
-        rows = (index >= 0).nonzero()[:, 0]
-        error = p.clone()
-        error[rows, index[rows]] -= 1
-        penalty, squares = PENALTY * n, torch.linalg.vector_norm(error, dim=1).double().square()
-        loss = (squares.sum() / n + penalty * (a.square().sum() + b.square().sum())).item()
-        error.mul_(p)
-        error.addcmul_(p, error.sum(1, keepdim=True), value=-1)
-        slopes = (y.T @ (error @ v)).double() * (2 / n * self.scale), (y.T @ (error.T @ u)).double() * (2 / n)
-        return loss, slopes[0] + 2 * penalty * a, slopes[1] + 2 * penalty * b
+        right, r = torch.cat([v, y], 1), v.shape[1]
+        squares, slopes = 0.0, [torch.zeros_like(a), torch.zeros_like(b)]
+        step = max(1, _CACHED // n)
+        for start in range(0, n, step):
+            rows = slice(start, min(start + step, n))
+            columns = rows.stop if self.tokens.causal else n
+            e = torch.mm(u[rows], v[:columns].T, out=self._room[0][: rows.stop - start, :columns])
+            e = torch.softmax(masked(e, start) if self.tokens.causal else e, dim=1, out=e)
+            inside = (index[rows] >= 0).nonzero()[:, 0]
+            target = inside, index[rows][inside]
+            e[target] -= 1
+            sums = torch.linalg.vector_norm(e, dim=1).square()
+            squares += sums.double().sum().item()
+            at = e[target]
+            sums[inside] += at
+            slope = torch.sub(e, sums[:, None], out=self._room[1][: rows.stop - start, :columns]).mul_(e)
+            slope[target] = (at + 1) * (at - sums[inside])
+            products = slope @ right[:columns]
+            slopes[0] += (y[rows].T @ products[:, :r]).double()
+            slopes[1] += (products[:, r:].T @ u[rows]).double()
+        penalty = PENALTY * n
+        loss = squares / n + penalty * (a.square().sum() + b.square().sum()).item()
+        return loss, slopes[0] * (2 / n * self.scale) + 2 * penalty * a, slopes[1] * (2 / n) + 2 * penalty * b
 
 
 QUERY_KEY: tuple[PartName, ...] = ("q", "k")
@@ -279,7 +311,7 @@ def impulse_attention_(
         heads: which heads of each layer; None for all; of heads that share a key all or none.
         adam_steps: Algorithm 1 as published, this many steps of Adam for every head from the queries and keys that
             the module has (10,000 in the paper: minutes); None solves each offset once for all layers (a 3x3 filter on
-            one core: 1 s for 256 tokens, 30 s for 1,369).
+            busy core: 2 s for 256 tokens, 18 s for 1,369).
         norm: "free", or "start": the queries and keys of each head keep their Frobenius norm, are optimised under this
             constraint, and are zero outside the span; an audit needs the same `norm`. Maps are less sharp, and at small
             widths the largest weight of some tokens is not at the target. With `adam_steps`, columns are rescaled to

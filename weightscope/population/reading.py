@@ -331,16 +331,16 @@ class Population(Result):
         return self._blocks(sub, size or max(1, _BLOCK_BYTES // (4 * max(1, sub.size))))
 
     def _blocks(self, sub: WeightSpec, size: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        total, done, filled = len(self), 0, 0
+        total, done, filled, runs = len(self), 0, 0, _runs(self.spec, sub)
         block, marks = np.empty((min(size, total), sub.size), dtype=np.float32), np.empty(min(size, total), dtype=bool)
         for tile, rows in self._files():
             with self._open(tile) as h5:
-                start = rows.start
+                start, diverged = rows.start, shards.read(h5, "metrics/diverged")
                 while start < rows.stop:
                     take = min(rows.stop - start, len(block) - filled)
                     part, here = slice(filled, filled + take), slice(start, start + take)
-                    self._read(h5, here, sub, block[part])
-                    marks[part] = h5["metrics"]["diverged"][here]
+                    shards.read_weights(h5, self._snapshot, here, runs, block[part])
+                    marks[part] = diverged[here]
                     start, filled = start + take, filled + take
                     if filled == len(block):
                         yield block, marks
@@ -481,7 +481,7 @@ class Population(Result):
                 start, stop = int(local.min()), int(local.max()) + 1
                 block = np.empty((stop - start, self.spec.size), dtype=np.float32)
                 with self._open(tile) as h5:
-                    self._read(h5, slice(start, stop), self.spec, block)
+                    shards.read_weights(h5, self._snapshot, slice(start, stop), _runs(self.spec, self.spec), block)
                 out[inside] = block[local - start]
             first += count
         return out
@@ -498,15 +498,6 @@ class Population(Result):
             if verify:
                 self.verified.add(tile)
             yield h5
-
-    def _read(self, h5: h5py.File, rows: slice, sub: WeightSpec, out: np.ndarray) -> None:
-        """Read the tensors of `sub` of some rows of a file into an array."""
-        start = 0
-        stored, which = (h5["weights"], ()) if self._snapshot is None else (h5["snapshots"], (self._snapshot,))
-        for columns in _runs(self.spec, sub):
-            width = columns.stop - columns.start
-            stored.read_direct(out, (rows, *which, columns), np.s_[:, start : start + width])
-            start += width
 
 
 class _StateDict(dict[str, Any]):

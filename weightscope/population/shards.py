@@ -13,10 +13,11 @@ version, HDF5 version, device and kernels only.
 import contextlib
 import hashlib
 import io
+import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -25,7 +26,7 @@ import numpy as np
 
 from weightscope._util import atomic
 from weightscope._util.names import shortened
-from weightscope._util.remote import is_remote, is_there, reporting
+from weightscope._util.remote import is_remote, reporting
 from weightscope._util.seeding import Purpose, torch_seed
 from weightscope._util.sources import read_bytes
 from weightscope.errors import DataError, WeightscopeError
@@ -131,16 +132,25 @@ def open_shard(path: Path, manifest: Manifest, tile: int, *, verify: bool = True
             h5 = h5py.File(io.BytesIO(downloaded(file)), "r")
         else:
             if verify:
-                with file.open("rb") as stream:
-                    _check_hash(hashlib.file_digest(stream, "sha256").hexdigest(), file)
-            h5 = h5py.File(file, "r", locking=False)
+                _check_hash(hashlib.sha256(file.read_bytes()).hexdigest(), file)
+            h5 = h5py.File(h5py.h5f.open(os.fsencode(file), h5py.h5f.ACC_RDONLY, _access()))
     except FileNotFoundError:
         raise MissingShard(f"{file}: expected a shard, but the file has disappeared; {AGAIN}") from None
     except OSError as error:
         raise DataError(f"{file}: cannot be read: {error.strerror or error}; {AGAIN}") from error
-    with h5:
+    try:
         _check_header(h5, file, manifest, tile)
         yield h5
+    finally:
+        h5.id.close()
+
+
+@cache
+def _access() -> h5py.h5p.PropFAID:
+    """How shards are opened: without a lock."""
+    access = h5py.h5p.create(h5py.h5p.FILE_ACCESS)
+    access.set_file_locking(False, False)
+    return access
 
 
 @lru_cache(maxsize=1)
@@ -152,8 +162,9 @@ def downloaded(file: Path) -> bytes:
 
 
 def _check_hash(found: str, file: Path) -> None:
-    beside = hash_file(file)
-    expected = read_bytes(beside).decode("ascii", "replace").partition(" ")[0] if is_there(beside) else ""
+    beside, expected = hash_file(file), ""
+    with contextlib.suppress(FileNotFoundError):
+        expected = read_bytes(beside).decode("ascii", "replace").partition(" ")[0]
     if not expected:
         raise DamagedShard(f"{file}: expected its sha256 in {beside.name} beside it, found none; {AGAIN}")
     if found != expected:
@@ -163,7 +174,7 @@ def _check_hash(found: str, file: Path) -> None:
 def _check_header(h5: h5py.File, file: Path, manifest: Manifest, tile: int) -> None:
     """Raise DataError if a shard is of another recipe or network, whose fingerprint is one, or another tile."""
     for name, value in {"recipe": manifest.fingerprint, "tile": tile}.items():
-        found = h5.attrs.get(name)
+        found = attribute(h5, name)
         if found != (value.encode() if isinstance(value, str) else value):
             raise DataError(
                 f"{file}: a foreign shard, expected {name} {value}, found {shortened(str(found))}; move it to the "
@@ -265,11 +276,34 @@ def read(h5: h5py.File, name: str) -> np.ndarray:
     return values
 
 
+def read_weights(h5: h5py.File, snapshot: int | None, rows: slice, runs: Sequence[slice], out: np.ndarray) -> None:
+    """Read runs of columns of some networks, side by side, into (n, D'): of a snapshot, or of the end of training."""
+    dataset = h5py.h5d.open(h5.id, b"weights" if snapshot is None else b"snapshots")
+    there, here, start = dataset.get_space(), h5py.h5s.create_simple(out.shape), 0
+    which, one = ((), ()) if snapshot is None else ((snapshot,), (1,))
+    for columns in runs:
+        width = columns.stop - columns.start
+        there.select_hyperslab((rows.start, *which, columns.start), (len(out), *one, width))
+        here.select_hyperslab((0, start), (len(out), width))
+        dataset.read(here, there, out)
+        start += width
+
+
 def hits_in(h5: h5py.File, rows: slice) -> np.ndarray | None:
     """Which of the m test images some networks of a shard classify rightly, (rows, m) bool; None if not stored."""
     if "hits" not in h5:
         return None
     return np.unpackbits(h5["hits"][rows], axis=1, count=int(h5["hits"].attrs["images"])).astype(bool)
+
+
+def attribute(h5: h5py.File, name: str) -> Any:
+    """An attribute of a shard, or None."""
+    if not h5py.h5a.exists(h5.id, name.encode()):
+        return None
+    found = h5py.h5a.open(h5.id, name.encode())
+    value = np.empty(found.shape, found.dtype)
+    found.read(value)
+    return value[()]
 
 
 def header_text(h5: h5py.File, name: str) -> str:

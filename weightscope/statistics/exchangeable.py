@@ -79,10 +79,15 @@ def _sum(array: np.ndarray, axis: int) -> np.ndarray:
 def centred(stack: np.ndarray, kind: InvariantType) -> np.ndarray:
     """A copy of (..., *sizes of S, C) with mean zero along each unsigned axis of units."""
     stack = np.array(stack, dtype=np.float64)
+    _centre(stack, kind)
+    return stack
+
+
+def _centre(stack: np.ndarray, kind: InvariantType) -> None:
+    """Subtract the mean along each unsigned axis of units, in place."""
     for axis, label in enumerate(kind.groups, -len(kind.groups) - 1):
         if _has_mean(label):
-            stack -= stack.mean(axis=axis, keepdims=True)
-    return stack
+            stack -= np.expand_dims(_sum(stack[None], axis % stack.ndim + 1)[0] / stack.shape[axis], axis)
 
 
 def _has_mean(label: str) -> bool:
@@ -220,11 +225,11 @@ class ExchangeableMoments:
 
     def update(self, block: np.ndarray) -> "ExchangeableMoments":
         """Take up networks (n, D)."""
-        block = np.array(block, dtype=np.float64)
         if not len(block):
             return self
         if not finite_rows(block).all():
             raise DataError("expected finite weights, found NaN or infinity; leave those networks out")
+        block = np.array(block, dtype=np.float64)
         if self._indexed:
             tensors = self.spec.unpack(block)
             self.index.update({view.name: view.of(tensors[view.tensor]) for view in self.permutations.views})
@@ -279,34 +284,40 @@ class ExchangeableMoments:
         tensors = self.spec.unpack(block)
         averages = _averages({view.name: view.of(tensors[view.tensor]) for view in self.permutations.parts})
         for key, kind in self._types.items():
+            views = [averages(view, key) for view in kind.views]
             if all(self._single[key]) and len(key) > 1:  # large parts of low multiplicity, which are not copied
                 grams = _centred_grams(averages, kind.views, key)
-                products = grams.sum(axis=0)
                 traces = grams.diagonal(axis1=1, axis2=2)
-                sums = np.concatenate([averages(view, key).sum(axis=0) for view in kind.views], axis=-1)
-                inverse = _inverse_lengths(grams)
-                weighted = zip(inverse.T**2, kind.views, strict=True)
-                units = np.stack([np.tensordot(w, averages(v, key)[..., 0], 1) for w, v in weighted], -1)
-            else:
-                joined = np.concatenate([averages(view, key) for view in kind.views], axis=-1)
-                sums, products = joined.sum(axis=0), _centred_products(joined, kind)
-                if key:
-                    parts = centred(joined, kind).reshape(len(block), -1, kind.multiplicity)
-                    single = parts[..., self._single[key]]
-                    grams = single.transpose(0, 2, 1) @ single  # (n, C1, C1)
-                    inverse = _inverse_lengths(grams)
-                    units = np.einsum("npc,nc->pc", single, inverse**2).reshape(*joined.shape[1:-1], single.shape[-1])
-                    starts = [kind.slices[v.name].start for v in kind.views]
-                    each = np.add.reduceat(np.square(parts), starts, axis=2)  # (n, units, V)
-                    traces = each.sum(axis=1)
-                    self._traces[key][1] += _moments_of(each.reshape(-1, len(starts)))
-            self._products[key] += products
-            self._sums[key] += sums
-            if key:
+                inverse = _inverse(np.sqrt(np.maximum(traces, 0)))
                 own = grams * inverse[:, :, None] * inverse[:, None, :]
-                self._own[key] += own.sum(axis=0), np.square(own).sum(axis=0), inverse.T @ inverse
-                self._units[key] += units
-                self._traces[key][0] += _moments_of(traces)
+                self._products[key] += grams.sum(axis=0)
+                self._sums[key] += np.concatenate([view.sum(axis=0) for view in views], axis=-1)
+                weighted = zip(np.square(inverse.T), views, strict=True)
+                self._units[key] += np.stack([np.tensordot(w, view[..., 0], 1) for w, view in weighted], -1)
+            else:
+                parts = np.concatenate(views, axis=-1)  # (n, *sizes, C)
+                _centre(parts, kind)
+                rows = parts.reshape(-1, kind.multiplicity)
+                self._products[key] += rows.T @ rows
+                self._sums[key] += parts.sum(axis=0)
+                if not key:
+                    continue
+                parts = parts.reshape(len(block), -1, kind.multiplicity)
+                single = np.ascontiguousarray(parts.transpose(0, 2, 1)[:, self._single[key]])  # (n, C1, units)
+                alone = np.array([view.multiplicity == 1 for view in kind.views])
+                squares = np.empty((len(block), len(views), parts.shape[1]))  # (n, V, units)
+                squares[:, alone] = np.square(single)
+                for i in np.flatnonzero(~alone):
+                    part = parts[..., kind.slices[kind.views[i].name]]
+                    np.einsum("npc,npc->np", part, part, out=squares[:, i])
+                self._traces[key][1] += _moments_of(squares.transpose(0, 2, 1).reshape(-1, len(views)))
+                traces = squares.sum(axis=2)
+                inverse = _inverse(np.sqrt(traces[:, alone]))
+                single *= inverse[..., None]
+                own = single @ single.transpose(0, 2, 1)  # (n, C1, C1)
+                self._units[key] += np.einsum("nc,ncp->pc", inverse, single).reshape(self._units[key].shape)
+            self._own[key] += own.sum(axis=0), np.einsum("nab,nab->ab", own, own), inverse.T @ inverse
+            self._traces[key][0] += _moments_of(traces)
 
     def covariances(self, about: Literal["networks", "zero"] = "networks") -> tuple[TypeCovariance, ...]:
         """One for each type, from the means of everything upwards.
@@ -394,18 +405,6 @@ def _inflation(moments: np.ndarray, n: int) -> np.ndarray:
     return np.divide(n * moments[:-1], scale, out=np.ones_like(scale), where=moments[:-1] > 0)
 
 
-def _centred_products(joined: np.ndarray, kind: InvariantType) -> np.ndarray:
-    """Sum over networks of the Gram matrices (C, C) of parts (n, *sizes, C), each centred along the unsigned axes."""
-    unsigned = [label for label in kind.groups if _has_mean(label)]
-    alone = len(unsigned) == len(kind.groups) == 1  # centring the products is then cheaper than centring the parts
-    rows = (centred(joined, kind) if unsigned and not alone else joined).reshape(-1, kind.multiplicity)
-    out = rows.T @ rows
-    if alone:
-        sums = joined.sum(axis=1)
-        out -= sums.T @ sums / joined.shape[1]
-    return out
-
-
 def _centred_grams(averages: Averages, views: Sequence[View], key: tuple[str, ...]) -> np.ndarray:
     """Gram matrices (n, C, C) of C views of one copy each, centred by inclusion and exclusion over unsigned axes."""
     out = np.zeros((len(averages(views[0], key)), len(views), len(views)))
@@ -421,9 +420,8 @@ def _centred_grams(averages: Averages, views: Sequence[View], key: tuple[str, ..
     return out
 
 
-def _inverse_lengths(grams: np.ndarray) -> np.ndarray:
-    """1 / sqrt(G_aa) (n, C) of Gram matrices (n, C, C); zero where G_aa is."""
-    lengths = np.sqrt(np.maximum(grams.diagonal(axis1=1, axis2=2), 0))
+def _inverse(lengths: np.ndarray) -> np.ndarray:
+    """1 / lengths, and zero where a length is."""
     return np.divide(1.0, lengths, out=np.zeros_like(lengths), where=lengths > 0)
 
 

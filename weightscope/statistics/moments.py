@@ -21,6 +21,7 @@ Precision = Literal["float64", "float32"]
 
 # Side of the tiles in which a triangle is mirrored: two float64 tiles of this size stay in a 2 MB cache.
 _TILE = 256
+_KEPT = 1 << 25  # bytes of an array up to which the allocator uses memory again that was freed
 _LARGE = 1 << 28  # bytes of a matrix above which the available memory is looked up
 
 
@@ -62,7 +63,7 @@ class _BlasGram:
 
 
 def _zeros(size: int, dtype: np.dtype) -> np.ndarray:
-    """(D, D) zeros in Fortran order, in huge pages that the threads of `syrk` allocate on their first write.
+    """(D, D) zeros in Fortran order, above 32 MiB in huge pages that the threads of `syrk` touch first.
 
     One thread, or 4 KB pages, as of `numpy.zeros`, cost as much as several updates where allocation is slow.
     """
@@ -72,7 +73,7 @@ def _zeros(size: int, dtype: np.dtype) -> np.ndarray:
             f"a matrix of {size:,} x {size:,} needs {needed / 1e9:,.1f} GB, {free / 1e9:,.1f} GB are available: select "
             "fewer tensors (--select), or ask for the leading eigenpairs only (--eigenpairs)"
         )
-    if not hasattr(mmap, "MADV_HUGEPAGE"):
+    if needed < _KEPT or not hasattr(mmap, "MADV_HUGEPAGE"):
         return np.zeros((size, size), dtype, order="F")
     pages = mmap.mmap(-1, needed)
     with contextlib.suppress(OSError):  # a kernel without huge pages, which affect speed only
