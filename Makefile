@@ -33,31 +33,32 @@ docs: $(INSTALLED)
 	$(BIN)/pip install --quiet -c constraints.txt -e ".[docs]"
 	$(BIN)/mkdocs build --strict
 
+# Twenty minutes on 2 cores, one script after the other; a script that fails does not stop the others, and is named.
+# `make bench RESULTS=FOLDER` and `python benchmarks/reporting.py benchmarks/results FOLDER` show what is slower than before.
+RESULTS ?= benchmarks/results
+BENCHMARKS = population agreement waiting covariance initialisers covariance_large exchangeable kronecker sweep products \
+	sequences threads
 bench: $(INSTALLED)
-	$(BIN)/python benchmarks/population.py --json benchmarks/results/population.json
-	$(BIN)/python benchmarks/agreement.py --json benchmarks/results/agreement.json
-	$(BIN)/python benchmarks/waiting.py --json benchmarks/results/waiting.json
-	$(BIN)/python benchmarks/covariance.py --json benchmarks/results/covariance.json
-	$(BIN)/python benchmarks/initialisers.py --json benchmarks/results/initialisers.json
-	$(BIN)/python benchmarks/covariance_large.py --json benchmarks/results/covariance_large.json
-	$(BIN)/python benchmarks/exchangeable.py --json benchmarks/results/exchangeable.json
-	$(BIN)/python benchmarks/kronecker.py --json benchmarks/results/kronecker.json
-	$(BIN)/python benchmarks/sweep.py --json benchmarks/results/sweep.json
-	$(BIN)/python benchmarks/products.py --json benchmarks/results/products.json
-	$(BIN)/python benchmarks/sequences.py --compiled --json benchmarks/results/sequences.json
-	$(BIN)/python benchmarks/threads.py --json benchmarks/results/threads.json
+	@failed=; for name in $(BENCHMARKS); do \
+		$(BIN)/python benchmarks/$$name.py --json $(RESULTS)/$$name.json || failed="$$failed $$name"; \
+	done; test -z "$$failed" || { echo "failed:$$failed"; exit 1; }
 
-# Nine minutes: the rows that matter first, each compared in float64; then the tests, then whether accuracies agree.
+# Nine minutes: the rows that matter first, each compared in float64; then the tests, then whether accuracies agree. On a
+# machine that has torch for CUDA and the other packages, but no network, here and in `collect-gpu`:
+#     PYTHONPATH=. make bench-gpu INSTALLED= BIN="$$(dirname "$$(command -v python3)")"
+# `make -n` shows what to run where there is no make.
 bench-gpu: $(INSTALLED)
-	$(BIN)/python benchmarks/population_gpu.py --minutes 6 --json benchmarks/results/population_gpu.json
-	-timeout 90 $(BIN)/python -m pytest -q tests/test_gpu.py
-	-timeout 90 $(BIN)/python benchmarks/agreement.py --device cuda --json benchmarks/results/agreement_gpu.json
+	$(BIN)/python3 benchmarks/population_gpu.py --minutes 6 --json benchmarks/results/population_gpu.json
+	-timeout 90 $(BIN)/python3 -m pytest -v -k "gpu_trains or same_bits or chooses_its_tile or on_a_gpu" tests/test_gpu.py
+	-timeout 90 $(BIN)/python3 benchmarks/agreement.py --device cuda --json benchmarks/results/agreement_gpu.json
 
-# Goes on with the three populations of 16,000 networks of the papers where the last call stopped; needs CIFAR-10.
+# Goes on with the three populations of 16,000 networks of the papers where the last call stopped; DATA is a folder with
+# cifar-10-batches-bin. The next machine needs the *.sums.npz of $(OUT) (16 MB); *.sample.npy (31 MB) do not change.
 MINUTES ?= 9
 DATA ?= data
+OUT ?= gpu-populations
 collect-gpu: $(INSTALLED)
-	$(BIN)/python analyses/gpu_populations/collect.py --minutes $(MINUTES) --data-root $(DATA) --out gpu-populations
+	$(BIN)/python3 analyses/gpu_populations/collect.py --minutes $(MINUTES) --data-root $(DATA) --out $(OUT)
 
 # What takes too long for each change, so nightly: long series of kills and failures of clusters, studies and benchmarks at their
 # smallest size, other processors by proxy.

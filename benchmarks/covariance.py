@@ -180,7 +180,7 @@ def row(pair: tuple[str, str], found: dict[str, dict[str, list[float]]], shape: 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--networks", type=int, default=4096)
     parser.add_argument("--size", type=int, default=5338)
     parser.add_argument("--threads", type=int, default=usable_cores())

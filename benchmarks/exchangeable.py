@@ -67,7 +67,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--networks", type=int, default=16_384)
+    parser.add_argument("--networks", type=int, default=8_192)
     parser.add_argument("--depth", type=int, default=8)
     parser.add_argument("--worker", choices=CONTENDERS, help=argparse.SUPPRESS)
     parser.add_argument("--path", type=Path, help=argparse.SUPPRESS)

@@ -265,10 +265,10 @@ def importing(rounds: int) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="write the rows and the environment to this file")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--layers", type=int, default=12, help="layers of the ViT-B timed in each round, scaled to 12")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--layers", type=int, default=3, help="layers of the ViT-B timed in each round, scaled to 12")
     parser.add_argument("--peer-heads", type=int, default=3, help="heads that Algorithm 1 solves, at most 4")
-    parser.add_argument("--peer-steps", type=int, default=10_000, help="Adam steps for each, scaled to 10,000")
+    parser.add_argument("--peer-steps", type=int, default=1_000, help="Adam steps for each, scaled to 10,000")
     parser.add_argument("--threads", type=int, default=usable_cores())
     parser.add_argument(
         "--clock",

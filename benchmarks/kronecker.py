@@ -192,11 +192,11 @@ def measure(name: str, sigma: np.ndarray, rounds: int, steps: int) -> list[dict[
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=20_000, help="most steps of gradient descent")
     parser.add_argument("--size", type=int, default=9, help="k of k x k filters")
     parser.add_argument("--filters", type=int, default=256)
-    parser.add_argument("--cases", type=int, default=4, help="only the first so many covariances")
+    parser.add_argument("--cases", type=int, default=1, help="only the first so many covariances")
     options = parser.parse_args()
     torch.set_num_threads(1)
     rows = []

@@ -3,17 +3,21 @@
     python benchmarks/population.py --json benchmarks/results/population.json
 
 The work of one network-step is a batch of 64 images: gathering it, forward, backward, clipping, AdamW. Each
-contender uses all cores in its best way: the loop is measured in one process with all threads and in one process
-for each core with one thread, in the default and in the channels-last layout, eager and compiled; its best setting of
-the run counts. `torch.func.vmap` and, if it is installed, `jax.jit(jax.vmap(step))` (`in_jax.py`) are measured as well.
-Ours is measured with torch's and with compiled kernels. Contenders take turns for
-several rounds, because machines are noisy; the medians over rounds and their range are reported.
+contender uses all cores in its best way, one process for each core with one thread: loops over networks in the default
+and in the channels-last layout and over a network that is compiled, `torch.func.vmap`, and, if it is installed, JAX
+(`in_jax.py`). Eager loops and JAX are measured at a user's default, too, one process with all threads. The best loop of
+the run counts. Ours is measured with torch's and with compiled kernels.
+
+All start once and then take turns for several rounds, because machines are noisy; the medians over rounds and their
+range are reported. What has not started after `--limit` seconds is stopped: its rate is below that of the steps that
+it made, and "<" is printed. The rows of a network are written when they are there.
 """
 
 import argparse
 import importlib.util
 import multiprocessing as mp
 import os
+import queue
 import shutil
 import statistics
 import time
@@ -156,14 +160,15 @@ def vmapped(recipe: Recipe, data: Dataset, device: torch.device, *, bfloat16: bo
 
 
 def jaxed(recipe: Recipe, data: Dataset, device: torch.device) -> Callable[[], int]:
-    """`jax.jit(jax.vmap(step))`, with the optimiser."""
+    """JAX, with the optimiser."""
     import in_jax
 
     return in_jax.jitted(recipe, data, device)
 
 
 OURS = ("torch kernels", "compiled kernels")
-MANY = ("vmap", "jax.vmap")  # peers that are no loops over networks
+MANY = ("vmap", "JAX")  # peers that are no loops over networks
+TOGETHER = ("loop", "loop, channels last", "JAX")  # also in one process with all threads
 CONTENDERS: dict[str, tuple[Callable[..., Callable[[], int]], dict[str, Any]]] = {
     "torch kernels": (batched, {"kernels": "torch"}),
     "compiled kernels": (batched, {"kernels": "compiled"}),
@@ -171,36 +176,77 @@ CONTENDERS: dict[str, tuple[Callable[..., Callable[[], int]], dict[str, Any]]] =
     "loop, channels last": (loop, {"channels_last": True}),
     "compiled loop": (loop, {"compiled": "default"}),
     "vmap": (vmapped, {}),
-    "jax.vmap": (jaxed, {}),
+    "JAX": (jaxed, {}),
 }
 PEERS = [name for name in CONTENDERS if name not in OURS]
 
 
-def worker(case: str, name: str, threads: int, seconds: float, barrier: Any, results: Any) -> None:
+def worker(case: str, name: str, threads: int, steps: Any, barrier: Any, turns: Any, rates: Any) -> None:
+    """Make the work, and measure its rate for so many seconds whenever there is a turn; counts its steps."""
     torch.set_num_threads(threads)
     torch.set_flush_denormal(True)
     make, options = CONTENDERS[name]
     work = make(recipe_of(case), data_of(case), torch.device("cpu"), **options)
-    work(), work()
-    barrier.wait()
-    done, start = 0, time.perf_counter()
-    while time.perf_counter() - start < seconds:
-        done += work()
-    results.put(done / (time.perf_counter() - start))
+    for _ in range(2):
+        done = work()
+        with steps:
+            steps.value += done
+    rates.put(0.0)
+    while True:
+        try:
+            seconds = turns.get(timeout=5)
+        except queue.Empty:
+            if mp.parent_process().is_alive():
+                continue
+            return  # it was killed
+        barrier.wait()
+        done, start = 0, time.perf_counter()
+        while time.perf_counter() - start < seconds:
+            done += work()
+        rates.put(done / (time.perf_counter() - start))
 
 
-def rate(case: str, name: str, processes: int, threads: int, seconds: float) -> float:
-    """Network-steps per second of all processes together."""
-    context = mp.get_context("spawn")
-    barrier, results = context.Barrier(processes), context.Queue()
-    arguments = (case, name, threads, seconds, barrier, results)
-    running = [context.Process(target=worker, args=arguments) for _ in range(processes)]
-    for process in running:
-        process.start()
-    total = sum(results.get(timeout=600) for _ in running)
-    for process in running:
-        process.join()
-    return total
+class Running:
+    """The processes of one setting, which wait between their turns."""
+
+    def __init__(self, case: str, name: str, processes: int, threads: int, limit: float) -> None:
+        context = mp.get_context("spawn")
+        self.turns, self.rates = context.Queue(), context.Queue()
+        steps, barrier = context.Value("q"), context.Barrier(processes)
+        arguments = (case, name, threads, steps, barrier, self.turns, self.rates)
+        self.processes = [context.Process(target=worker, args=arguments, daemon=True) for _ in range(processes)]
+        for process in self.processes:
+            process.start()
+        self.below: float | None = None  # of a setting that was stopped
+        if self._sum(time.monotonic() + limit) is None:
+            unfinished = IMAGES // BATCH * CASES[case]["tile"] * processes
+            self.below = (steps.value + unfinished) / limit
+            self.stop()
+
+    def rate(self, seconds: float) -> float:
+        """Network-steps per second of all processes together."""
+        for _ in self.processes:
+            self.turns.put(seconds)
+        found = self._sum(time.monotonic() + 600)
+        if found is None:
+            raise TimeoutError(f"{self.processes[0].name}: expected its rate after {seconds} s, found none after 600 s")
+        return found
+
+    def _sum(self, until: float) -> float | None:
+        """The sum of what all processes report; None if the time is over. RuntimeError if one of them has failed."""
+        found: list[float] = []
+        while len(found) < len(self.processes) and time.monotonic() < until:
+            try:
+                found.append(self.rates.get(timeout=0.5))
+            except queue.Empty:
+                if any(process.exitcode is not None for process in self.processes):
+                    raise RuntimeError("a process of this setting ended; its error is above") from None
+        return sum(found) if len(found) == len(self.processes) else None
+
+    def stop(self) -> None:
+        """End the processes."""
+        for process in self.processes:
+            process.kill()
 
 
 def ours() -> tuple[str, ...]:
@@ -216,44 +262,61 @@ def ours() -> tuple[str, ...]:
 def settings(cores: int, names: list[str]) -> list[tuple[str, int, int]]:
     """(contender, processes, threads) to measure; ours come first."""
     spread = [(name, cores, 1) for name in (*ours(), *names)]
-    together = [(name, 1, cores) for name in names] if cores > 1 else []
+    together = [(name, 1, cores) for name in names if name in TOGETHER] if cores > 1 else []
     return spread + together
 
 
-def measure(case: str, rounds: int, seconds: float, names: list[str]) -> list[dict[str, Any]]:
-    found: dict[tuple[str, int, int], list[float]] = {}
-    for _ in range(rounds):
-        for setting in settings(usable_cores(), names):
-            found.setdefault(setting, []).append(rate(case, *setting, seconds))
-    measured = {name: found.pop((name, usable_cores(), 1)) for name in ours()}
-    loops = [setting for setting in found if setting[0] not in MANY]
+def measure(case: str, rounds: int, seconds: float, limit: float, names: list[str]) -> list[dict[str, Any]]:
+    chosen = settings(usable_cores(), names)
+    running: dict[tuple[str, int, int], Running] = {}
+    try:
+        for setting in chosen:
+            running[setting] = Running(case, *setting, limit)
+        going = {setting: processes for setting, processes in running.items() if processes.below is None}
+        turns = [{setting: processes.rate(seconds) for setting, processes in going.items()} for _ in range(rounds)]
+    finally:
+        for processes in running.values():
+            processes.stop()
+    found = {setting: [turn[setting] for turn in turns] for setting in going}
+    peers = [setting for setting in chosen if setting[0] not in OURS]
+    loops = [setting for setting in peers if setting in found and setting[0] not in MANY]
     best = max(loops, key=lambda setting: statistics.median(found[setting]), default=None)
+    named = [(setting, "{}, {} x {} threads") for setting in peers]
+    named += [(best, "the best loop ({}, {} x {} threads)")] if best else []
     rows = []
-    for name, mine in measured.items():
-        named = [(setting, "{}, {} x {} threads") for setting in found]
-        named += [(best, "the best loop ({}, {} x {} threads)")] if best else []
+    for name in ours():
+        mine = found[name, usable_cores(), 1]
         for setting, form in named:
-            peer = form.format(*setting)
-            ratios = [a / b for a, b in zip(mine, found[setting], strict=True)]
-            rows.append(
-                {
-                    "row": f"{case}: {name} against {peer}",
-                    "ours": statistics.median(mine),
-                    "peer": statistics.median(found[setting]),
-                    "ratio": statistics.median(ratios),
-                    "ratio_range": [min(ratios), max(ratios)],
-                    "unit": "network-steps per second",
-                    "tile": CASES[case]["tile"],
-                }
-            )
+            row: dict[str, Any] = {
+                "row": f"{case}: {name} against {form.format(*setting)}",
+                "ours": statistics.median(mine),
+                "unit": "network-steps per second",
+                "tile": CASES[case]["tile"],
+            }
+            if setting in found:
+                ratios = [a / b for a, b in zip(mine, found[setting], strict=True)]
+                row |= {"peer": statistics.median(found[setting]), "ratio": statistics.median(ratios)}
+                row["ratio_range"] = [min(ratios), max(ratios)]
+            else:
+                row["peer_below"] = running[setting].below
+            rows.append(row)
     return rows
+
+
+def line(row: dict[str, Any]) -> str:
+    """What is printed of a row."""
+    if "peer_below" in row:
+        return f"{row['row']:<84} {row['ours']:8.1f} <{row['peer_below']:7.1f}  stopped"
+    low, high = row["ratio_range"]
+    return f"{row['row']:<84} {row['ours']:8.1f} {row['peer']:8.1f}  x{row['ratio']:.2f} ({low:.2f}-{high:.2f})"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=4.0)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=2.0)
+    parser.add_argument("--limit", type=float, default=120.0, help="seconds in which each has to start")
     parser.add_argument("--case", choices=CASES, action="append")
     parser.add_argument("--against", action="append", choices=PEERS, help="only this one; repeat it")
     options = parser.parse_args()
@@ -261,16 +324,15 @@ def main() -> None:
     if "compiled loop" in names and not (shutil.which("g++") or shutil.which("clang++")):
         print("without the compiled loop: torch.compile needs a C++ compiler, and there is none")
         names = [name for name in names if name != "compiled loop"]
-    if "jax.vmap" in names and importlib.util.find_spec("jax") is None:
+    if "JAX" in names and importlib.util.find_spec("jax") is None:
         print("without JAX: pip install 'weightscope-toolkit[benchmarks]'")
-        names = [name for name in names if name != "jax.vmap"]
+        names = [name for name in names if name != "JAX"]
     rows = []
     for case in options.case or CASES:
-        for row in measure(case, options.rounds, options.seconds, names):
-            low, high = row["ratio_range"]
-            print(f"{row['row']:<84} {row['ours']:8.1f} {row['peer']:8.1f}  x{row['ratio']:.2f} ({low:.2f}-{high:.2f})")
+        for row in measure(case, options.rounds, options.seconds, options.limit, names):
+            print(line(row))
             rows.append(row)
-    write(options.json, rows, rounds=options.rounds, threads=os.cpu_count())
+        write(options.json, rows, rounds=options.rounds, threads=os.cpu_count())
 
 
 if __name__ == "__main__":

@@ -1,4 +1,10 @@
-"""Helpers of the benchmarks: memory, contenders in their own processes, results with their environment as JSON."""
+"""Helpers of the benchmarks: memory, contenders in their own processes, results with their environment as JSON.
+
+    python benchmarks/reporting.py benchmarks/results FOLDER
+
+lists the rows of the second folder that are slower than in the first by more than a tenth, each as a ratio to its peer
+in the same run; exits with 1 if there are any, or rows that only the first folder has.
+"""
 
 import json
 import os
@@ -45,3 +51,33 @@ def save(path: Path, rows: list[dict[str, Any]], **about: Any) -> None:
     new = path.with_suffix(".new")
     new.write_text(json.dumps({"rows": rows, "environment": environment() | about}, indent=1) + "\n")
     new.replace(path)
+
+
+def speeds(folder: Path) -> dict[str, float]:
+    """How many times as fast as its peer each row of a folder of results is."""
+    found = {}
+    for file in sorted(folder.glob("*.json")):
+        for row in json.loads(file.read_text()).get("rows", []):
+            peer = row.get("peer", row.get("bare"))
+            if peer is not None and "ours" in row and "unit" in row:
+                name = row["row"].partition("the best loop (")[0]  # whichever it is
+                ratio = row["ours"] / peer
+                found[f"{file.name}: {name}"] = ratio if "per second" in row["unit"] else 1 / ratio
+    return found
+
+
+def main() -> None:
+    if len(sys.argv) != 3:
+        raise SystemExit("expected two folders of results")
+    old, new = (speeds(Path(name)) for name in sys.argv[1:])
+    slower = {name: new[name] / old[name] for name in old.keys() & new.keys() if new[name] < 0.9 * old[name]}
+    for name, ratio in sorted(slower.items(), key=lambda item: item[1]):
+        print(f"x{ratio:.2f}  {name}")
+    missing = sorted(old.keys() - new.keys())
+    print(*(f"missing  {name}" for name in missing), sep="\n", end="\n" * bool(missing))
+    print(f"{len(old.keys() & new.keys())} rows compared, {len(slower)} slower by more than a tenth")
+    raise SystemExit(bool(slower or missing))
+
+
+if __name__ == "__main__":
+    main()

@@ -6,6 +6,7 @@ time of either, those of the plain loop and the workers of `collect`, so their r
 """
 
 import argparse
+import shutil
 import statistics
 import sys
 import time
@@ -134,10 +135,10 @@ def loop(recipe: Recipe, compiled: bool = False) -> Callable[[], int]:
     return work
 
 
-def populations(rounds: int, compiled: bool) -> list[dict]:
+def populations(rounds: int) -> list[dict]:
     recipe = Recipe.load("copying-mamba-small").replace({"population.tile": 32, "data.train": 40})
     contenders = {"ours": stacked(recipe), "a plain loop": loop(recipe)}
-    if compiled:
+    if shutil.which("g++") or shutil.which("clang++"):  # which torch.compile needs
         contenders["a loop over compiled networks"] = loop(recipe, compiled=True)
     found: dict[str, list[float]] = {name: [] for name in contenders}
     for _ in range(rounds + 1):
@@ -166,12 +167,11 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=512)
-    parser.add_argument("--compiled", action="store_true", help="also a loop over compiled networks")
     parser.add_argument("--populations", action="store_true", help="only the populations")
     options = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    rows = populations(options.rounds, options.compiled)
+    rows = populations(options.rounds)
     sizes = () if options.populations else ((1, 64, 16), (4, 64, 16), (8, 128, 16))
     for batch, channels, states in sizes:
         for version in (1, 2):

@@ -4,7 +4,7 @@
 
 ConvNeXts of width 8 on the digits, 3 kernel sizes x 4 numbers of images x 2 rates, 2 initialisers, 3 seeds. The plan is
 made first; the sweep is killed when a third of the tiles are on disk and run again, and the tiles of before the kill
-must be unchanged. Times are wall times of the parts that train, on the machine as busy as it is. About 5 minutes.
+must be unchanged. Times are wall times of the parts that train, on the machine as busy as it is. About a minute.
 """
 
 import argparse
@@ -50,7 +50,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--workers", type=int, default=usable_cores())
-    parser.add_argument("--epochs", type=int, default=6)
+    parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--only", type=Path, help="run the sweep in this folder and nothing else")
     given = parser.parse_args()
     if given.only:

@@ -70,7 +70,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--depth", type=int, default=12)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--busy", type=int, nargs="+", default=[1, 2], help="numbers of busy processes")
+    parser.add_argument("--busy", type=int, nargs="+", default=[2], help="numbers of busy processes")
     parser.add_argument("--calls", nargs="+", choices=CALLS, default=CALLS)
     parser.add_argument("--call", choices=CALLS, help=argparse.SUPPRESS)
     args = parser.parse_args()

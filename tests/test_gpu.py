@@ -22,9 +22,16 @@ from weightscope.training.collection import collect, train
 from weightscope.training.engine import TileRun
 from weightscope.training.kernels import functions
 from weightscope.training.network_check import choose_kernels
+from weightscope.training.optimiser import BatchedAdamW
 from weightscope.training.request import Request
 
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+
+def needs_gpu(test):
+    """Skip a test without a GPU; what the compiler there warns of, such as exact float32, is no error."""
+    return pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")(
+        pytest.mark.filterwarnings("default")(test)
+    )
+
 
 BASE = {
     "data": {"name": "digits", "train": 512, "test": 100, "augment": {"crop": 1, "flip": True}},
@@ -52,9 +59,9 @@ def small(name):
 
 @pytest.fixture
 def without_gpu(monkeypatch):
-    """The compiled step on a CPU, traced in one piece; code is generated in tests/torture/other_machines.py."""
-    options, compiled = {"backend": "eager", "fullgraph": True}, torch.compile
-    monkeypatch.setattr(torch, "compile", lambda function, **_: compiled(function, **options))
+    """The compiled step on a CPU, without code; that is generated in tests/torture/other_machines.py."""
+    compiled = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda f, options, **more: compiled(f, **more, backend="eager"))
     torch._dynamo.reset()
     with warnings.catch_warnings(), torch._dynamo.config.patch(error_on_recompile=True):
         warnings.simplefilter("ignore", DeprecationWarning)  # torch's own
@@ -71,6 +78,44 @@ def test_a_compiled_step_trains_as_the_step_itself(name, without_gpu):
     plain, compiled = (TileRun(plan, 0, data, here, kernels).train() for kernels in ("torch", "inductor"))
     tiny.assert_same_weights(spec_of(plan), compiled.weights, plain.weights, rtol=1e-4, atol=1e-5)
     tiny.assert_same_metrics(compiled.metrics, plain.metrics, rtol=1e-4, atol=1e-5)
+
+
+@pytest.fixture
+def graphs(monkeypatch):
+    """The inputs of each graph that `torch.compile` is given, without code for it."""
+    compiled, given = torch.compile, []
+
+    def backend(graph, _):
+        given.append([node for node in graph.graph.nodes if node.op == "placeholder"])
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", lambda f, options, **more: compiled(f, **more, backend=backend))
+    torch._dynamo.reset()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # torch's own
+        yield given
+    torch._dynamo.reset()
+
+
+@pytest.mark.slow
+def test_a_cuda_graph_copies_only_the_numbers_of_its_step(graphs):
+    """Weights, moments and images are read and changed where they are; the next tile needs no other code."""
+    for tile in range(2):
+        TileRun(small("convnext"), tile, load("digits", train=48, test=20), torch.device("cpu"), "inductor").train()
+    copied = [
+        {node.name for node in inputs if node.meta["tensor_dict"].get("_dynamo_static_input_type") is None}
+        for inputs in graphs
+    ]
+    assert copied == [{f"l_numbers_{name}_" for name in ("order", "draws", "shares")}, {"l_args_0_"}]
+
+
+def test_each_recipe_of_a_process_is_compiled_for_its_own_sizes(graphs):
+    """Not for any size: bits would depend on what was trained before. More recipes than torch's limit of 8 are, too."""
+    for count in range(2, 13):
+        optimiser = BatchedAdamW(*torch.ones(2, count, 5), torch.ones(5), *torch.ones(2, count), kernels="inductor")
+        functions.by_kernels(optimiser.step, "inductor")(torch.ones(3), 1.0)
+    sizes = [{node.meta["example_value"].shape for node in inputs} for inputs in graphs]
+    assert sizes == [{(count, 5), (count,), (5,), (3,)} for count in range(2, 13)]
 
 
 @pytest.mark.slow
@@ -92,6 +137,18 @@ def test_what_is_compiled_is_compared_with_torchs(without_gpu, monkeypatch):
 
 
 @needs_gpu
+@pytest.mark.parametrize("name", NETWORKS)
+def test_a_gpu_trains_as_a_cpu_does(name):
+    """The first steps, before rounding errors grow."""
+    plan = recipe(name, epochs=1).replace({"data.train": 128})
+    assert choose_kernels(plan, torch.device("cuda")).kernels == "inductor"
+    there = train_tile(plan, 0, device="cuda")
+    here = train_tile(plan.replace({"training.kernels": "torch"}), 0, device="cpu")
+    np.testing.assert_allclose(there.metrics["train_loss"], here.metrics["train_loss"], rtol=1e-3)
+    assert abs(there.weights - here.weights).mean() <= 1e-2 * abs(here.weights).mean()
+
+
+@needs_gpu
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kernels", ["torch", "compiled"])
 @pytest.mark.parametrize("name", NETWORKS)
@@ -103,18 +160,6 @@ def test_a_tile_has_the_same_bits_whatever_was_trained_before(name, kernels, pre
     assert again.weights.tobytes() == first.weights.tobytes()
     for metric, values in first.metrics.items():
         np.testing.assert_array_equal(again.metrics[metric], values)
-
-
-@needs_gpu
-@pytest.mark.parametrize("name", NETWORKS)
-def test_a_gpu_trains_as_a_cpu_does(name):
-    """The first steps, before rounding errors grow."""
-    plan = recipe(name, epochs=1).replace({"data.train": 128})
-    assert choose_kernels(plan, torch.device("cuda")).kernels == "inductor"
-    there = train_tile(plan, 0, device="cuda")
-    here = train_tile(plan.replace({"training.kernels": "torch"}), 0, device="cpu")
-    np.testing.assert_allclose(there.metrics["train_loss"], here.metrics["train_loss"], rtol=1e-3)
-    assert abs(there.weights - here.weights).mean() <= 1e-2 * abs(here.weights).mean()
 
 
 @needs_gpu
@@ -231,9 +276,10 @@ def test_ray_gives_each_tile_a_gpu(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_population_in_calls_of_a_few_minutes_is_the_same_as_at_once(tmp_path):
+def test_a_population_in_calls_of_a_few_minutes_is_the_same_as_at_once(tmp_path, monkeypatch):
     """Sums that are stored and restored are those of all networks, and the goal may end within a tile."""
     study = script("analyses/gpu_populations/collect.py")
+    monkeypatch.setattr(study, "SAMPLE", 100)
     plan = small("convnext").replace({"network.depth": 2, "population.tile": 64, "population.networks": 128})
     (tmp_path / "out").mkdir()
     for goal in (64, 80, 80, 128):  # a new process each time, as far as the sums know
@@ -243,7 +289,7 @@ def test_a_population_in_calls_of_a_few_minutes_is_the_same_as_at_once(tmp_path)
     sums = study.Sums("tiny", plan, tmp_path / "out")
     population = collect(plan, tmp_path / "p.pop", device="cpu", workers=1, progress=False)
     weights = population.weights()
-    np.testing.assert_array_equal(sums.sample, weights.astype(np.float16))
+    np.testing.assert_array_equal(sums.sample, weights[:100].astype(np.float16))
     np.testing.assert_allclose(sums.accuracy, population.metrics["test_accuracy"])
     whole = covariance_exchangeable(population, workers=1)
     for mine, theirs in zip(sums.covariance().pairs(), whole.pairs(), strict=True):
@@ -251,3 +297,8 @@ def test_a_population_in_calls_of_a_few_minutes_is_the_same_as_at_once(tmp_path)
         assert mine.correlation == pytest.approx(theirs.correlation, abs=1e-9)
     exact = np.corrcoef(weights[:, sums.joint].astype(np.float64), rowvar=False)
     np.testing.assert_allclose(sums.joint_correlation(), exact, atol=1e-5)
+    sums.sample_file.unlink()  # a whole one need not be carried to the next machine
+    sums = study.Sums("tiny", plan, tmp_path / "out")
+    assert study.collect(sums, plan, 140, time.monotonic() + 600, device="cpu")
+    assert study.Sums("tiny", plan, tmp_path / "out").networks == 140
+    assert not sums.sample_file.exists()

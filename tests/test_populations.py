@@ -2,12 +2,15 @@
 
 import re
 import struct
+import warnings
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from costs import benchmark_cost, forward_cost, planned_command, training_cost
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from weightscope import init as initialisers
 from weightscope._util.sources import recipes
@@ -144,17 +147,28 @@ def test_a_recipe_runs_at_its_smallest_size(name, tmp_path, monkeypatch):
     assert not np.array_equal(tile.weights[0], tile.weights[1])
 
 
-def _kinds_of_steps():
+def _kinds_of_steps(inputs_only=False):
     """Recipes that differ in what a step computes, in both precisions."""
     found = {}
     for name in RECIPES:
         recipe = Recipe.load(FOLDER / f"{name}.toml")
         training, images = recipe.training, not isinstance(recipe.data, SequenceConfig)
+        if inputs_only and not images:
+            continue
         what = recipe.data.augment if images else getattr(recipe.network, "embedding_dropout", None)
         for precision in ("float32", "bfloat16")[: 1 + images]:  # recipes of sequences train in float32
             key = recipe.network.type, str(what), bool(training.mixup), bool(training.cutmix), precision
-            found.setdefault(key, pytest.param(name, precision, id=f"{name}-{precision}"))
+            found.setdefault(key[1:4] if inputs_only else key, pytest.param(name, precision, id=f"{name}-{precision}"))
     return list(found.values())
+
+
+class _OnlyThere(TorchDispatchMode):
+    """Refuses operations whose results are not on the meta device."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        found = function(*args, **(kwargs or {}))
+        assert {v.device.type for v in tree_leaves(found) if isinstance(v, torch.Tensor)} <= {"meta"}, function
+        return found
 
 
 @pytest.mark.parametrize(("name", "precision"), _kinds_of_steps())
@@ -170,7 +184,9 @@ def test_a_step_needs_no_number_on_the_host(name, precision, tmp_path, monkeypat
         run = TileRun(recipe, 0, recipe.data.load(tmp_path), there, "torch")
         run.nets.train()
         run.numbers = {key: value.to(there) for key, value in (run.batches.draw() | run._scalars(0)).items()}
-        run._step()
+        run._step()  # which makes tables of the augmentation and keeps them
+        with _OnlyThere():
+            run._step()
         metrics = run.batches.evaluate()
         assert {value.device for value in (*metrics.values(), run.sums, run.nets.weights)} == {there}
         return
@@ -185,6 +201,26 @@ def test_a_step_needs_no_number_on_the_host(name, precision, tmp_path, monkeypat
     nets.backward(logits.sum())
     optimiser.step(torch.ones(3, device=there), 1.0)
     assert {value.device for value in (logits, nets.gradient, nets.weights)} == {there}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "precision"), _kinds_of_steps(inputs_only=True))
+def test_a_step_is_one_graph(name, precision, tmp_path, monkeypatch):
+    """For `torch.compile`, whatever the augmentation; `tests/test_gpu.py` has the networks. No step needs another."""
+    recipe, compiled, graphs = _smallest(name, tmp_path, monkeypatch), torch.compile, []
+
+    def backend(graph, _):
+        graphs.append(graph)
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", lambda f, options, **more: compiled(f, **more, backend=backend))
+    torch._dynamo.reset()
+    recipe = recipe.replace({"training.precision": precision, "training.ema": 0.9, "training.kernels": "torch"})
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # torch's own
+        TileRun(recipe, 0, recipe.data.load(tmp_path), torch.device("cpu"), "inductor").epoch(0)
+    torch._dynamo.reset()
+    assert len(graphs) == 2, "losses and AdamW"
 
 
 def test_recipes_are_loaded_by_their_names(tmp_path, monkeypatch):

@@ -8,8 +8,9 @@ The same for one recipe on a CPU, keeping what is small enough for a repository,
         --recipe cifar10-convnext-16px --networks 4096 --sums-only --out analyses/cifar_structure
 
 A call goes on where the last one stopped, and ends before the time is over. What it leaves is all that the next one
-needs, so that it can be carried from machine to machine: 42 MB for the three populations, by calculation. The networks
-themselves, 0.5 GB of each population, are not kept. `--report` prints the correlated pairs and draws their figures.
+needs, so that it can be carried from machine to machine: 47 MB for the three populations, of which 16 MB of sums once
+their samples are whole. The networks themselves, 0.5 GB of each population, are not kept. `--report` prints the
+correlated pairs and draws their figures.
 
 - `NAME.sums.npz`: how many networks, their test accuracies, the sums of the whole network's covariance
   (`ExchangeableMoments`), and mean and covariance of what Fig. 3.40 is computed from (`filter_products`, of ConvNeXts)
@@ -96,7 +97,8 @@ class Sums:
             for name, scatter in self._scatters().items():
                 scatter.n, scatter.mean = self.moments.n, arrays[f"{name} mean"]
                 scatter.products = _whole(arrays[f"{name} scatter"])
-            if not sums_only:  # it may be newer than the sums
+            # It may be newer than the sums. A whole one does not change, and need not be carried to the next machine.
+            if not sums_only and (self.networks < SAMPLE or self.sample_file.exists()):
                 self.sample = np.load(self.sample_file)[: self.networks]
 
     def _scatters(self) -> dict[str, Scatter]:
@@ -104,8 +106,8 @@ class Sums:
 
     def add(self, weights: np.ndarray, accuracy: np.ndarray, diverged: np.ndarray) -> None:
         """Take up networks (n, D)."""
-        if not self.sums_only:
-            self.sample = np.concatenate([self.sample, weights[: SAMPLE - len(self.sample)].astype(np.float16)])
+        if not self.sums_only and self.networks < SAMPLE:
+            self.sample = np.concatenate([self.sample, weights[: SAMPLE - self.networks].astype(np.float16)])
         self.accuracy = np.concatenate([self.accuracy, accuracy.astype(np.float32)])
         self.networks += len(weights)
         good = weights[~diverged].astype(np.float64)
@@ -126,7 +128,7 @@ class Sums:
                 np.float32 if name == "entries" else np.float64,
             )
             arrays |= {f"{name} mean": found.mean, f"{name} scatter": half.astype(kind)}
-        files = {} if self.sums_only else {self.sample_file: lambda to: np.save(to, self.sample)}
+        files = {self.sample_file: lambda to: np.save(to, self.sample)} if len(self.sample) else {}
         for file, write in (files | {self.file: lambda to: np.savez_compressed(to, **arrays)}).items():
             new = file.with_suffix(".new")
             with open(new, "wb") as to:

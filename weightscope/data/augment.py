@@ -10,10 +10,10 @@ gather of each kind applies a different operation to every image. Strengths are 
 """
 
 import math
-from collections.abc import Iterator
-from functools import lru_cache
+from collections.abc import Callable, Iterator
+from functools import lru_cache, wraps
 from statistics import NormalDist
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -37,6 +37,21 @@ TRANSLATE = 150 / 331  # of the side length: the paper's 150 pixels in images of
 COLOURS = ("autocontrast", "equalize", "brightness", "contrast", "saturation", "posterize", "solarize")
 BLENDS = ("contrast", "saturation", "sharpness")  # of the image with its mean grey, with grey, smoothed
 GEOMETRY = ("translate_x", "translate_y", "shear_x", "shear_y", "rotate")
+
+
+R = TypeVar("R")
+
+
+def _constant(make: Callable[..., R]) -> Callable[..., R]:
+    """Keep the results of a function, and have `torch.compile` take them as constants instead of tracing it."""
+    kept = lru_cache(maxsize=16)(make)
+
+    @wraps(make)
+    def constant(*arguments: Any, **named: Any) -> R:
+        return kept(*arguments, **named)
+
+    vars(constant)["_dynamo_marked_constant"] = True  # torch.compiler.assume_constant_result would import the compiler
+    return constant
 
 
 def draws_needed(config: AugmentConfig) -> int:
@@ -98,7 +113,7 @@ def erase(images: Tensor, draws: Tensor, config: AugmentConfig) -> Tensor:
     return torch.where(kept, images, parts[whole(draws[:, -1], len(parts))].view_as(images))
 
 
-@lru_cache(maxsize=2)
+@_constant
 def _noise(device: torch.device) -> Tensor:
     return torch.from_numpy(np.random.default_rng(0).standard_normal(1 << 20, dtype=np.float32)).to(device)
 
@@ -184,7 +199,7 @@ def sides(ratio: Tensor, area: Tensor, low: float, high: float, limit: float, si
     return height, width
 
 
-@lru_cache(maxsize=16)
+@_constant
 def _quantiles(low: float, high: float, limit: float, device: torch.device) -> Tensor:
     """Quantiles 0, 1 / cells, ..., 1 of u, float64."""
     u = np.linspace(-limit, limit, 16 * _CELLS + 1)
@@ -227,7 +242,7 @@ def magnitudes(mean: float, std: float) -> list[float]:
     return [min(max(mean + std * z, 0.0), 1.0) for z in quantiles]
 
 
-@lru_cache(maxsize=16)
+@_constant
 def tables(
     channels: int,
     height: int,

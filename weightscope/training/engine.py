@@ -164,6 +164,10 @@ class TileRun:
         self.numbers: dict[str, Tensor] = {}  # random numbers of the epoch, one row per step
         self.ready: dict[str, Tensor] | None = None  # those of the next epoch, still on the host
         self.sums = torch.zeros(len(self.batches.reported), count, device=device)  # of each, over the steps
+        if kernels == "inductor":  # or a CUDA graph would copy the images at each step, and could not change weights
+            for tensor in [*vars(self.batches).values(), *vars(self.optimiser).values()]:
+                if isinstance(tensor, Tensor):
+                    torch._dynamo.mark_static_address(tensor)
         self.losses = by_kernels(self.batches.losses, kernels)
         self.update = by_kernels(self.optimiser.step, kernels)
 

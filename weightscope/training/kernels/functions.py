@@ -31,8 +31,11 @@ def by_kernels(function: Callable[..., Any], kernels: Kernels) -> Callable[..., 
     """A part of the training step; for "inductor" what `torch.compile` makes of it, on a GPU as a CUDA graph."""
     if kernels != "inductor":
         return function
-    # deterministic: the same sums in every process
-    compiled: Callable[..., Any] = torch.compile(function, options={"triton.cudagraphs": True, "deterministic": True})
+    # torch's limit of 8 would leave further recipes of a process uncompiled
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 200)
+    # deterministic, and never for any size: the same sums in every process
+    options: dict[str, Any] = {"triton.cudagraphs": True, "deterministic": True}
+    compiled: Callable[..., Any] = torch.compile(function, fullgraph=True, dynamic=False, options=options)
     return compiled
 
 

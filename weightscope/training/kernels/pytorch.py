@@ -106,14 +106,14 @@ def _taps(rows: int, height: int, width: int, k: int, dilation: int, device: tor
     """
     reach = dilation * (k - 1) // 2
     above, window = (0, height) if rows == height else (reach, rows + 2 * reach)
-    grid = torch.meshgrid(*(torch.arange(n) for n in (rows, width, window, width)), indexing="ij")
+    grid = torch.meshgrid(*(torch.arange(n, device=device) for n in (rows, width, window, width)), indexing="ij")
     y, x, v, u = (axis.reshape(-1) for axis in grid)
     dy, dx = v - above - y + reach, u - x + reach  # distance from the kernel's first tap, in pixels
     hit = (dy % dilation == 0) & (dx % dilation == 0)
     dy, dx = dy // dilation, dx // dilation
     hit &= (dy >= 0) & (dy < k) & (dx >= 0) & (dx < k)
     tap = torch.where(hit, dy * k + dx, -1)
-    return (tap == torch.arange(k * k)[:, None]).float().to(device)
+    return (tap == torch.arange(k * k, device=device)[:, None]).float()
 
 
 _cached_taps = lru_cache(maxsize=64)(_taps)
