@@ -91,18 +91,15 @@ def audit(
                 raise UsageError(f"audit: the parameters {', '.join(parameters)} need the name of an initialiser")
             return _every(tensors, strict)
         wanted: list[Any] = [name.strip() for name in init.split("+")] if isinstance(init, str) else [init]
-        wanted = [_of_artifact(one) if str(one).endswith(".safetensors") else one for one in wanted]
+        if any(str(one).endswith(".safetensors") for one in wanted):
+            from weightscope.auditing.pretrained import expectations_of  # fits take half a second to import
+
+            wanted = [expectations_of(one) if str(one).endswith(".safetensors") else one for one in wanted]
         shares = distribute([_signature(one) for one in wanted], parameters)
         network = Copy(tensors)
         return _report(
             tensors, (_checks(network, one, given, strict) for one, given in zip(wanted, shares, strict=True))
         )
-
-
-def _of_artifact(path: Any) -> Callable[..., Iterable[Check]]:
-    from weightscope.auditing.pretrained import expectations_of  # fits take half a second to import
-
-    return expectations_of(path)
 
 
 def _report(tensors: NamedTensors, found: Iterable[Found], skipped: Mapping[str, str] | None = None) -> AuditReport:
@@ -231,10 +228,11 @@ def _runs(name: str, parameters: Mapping[str, Any]) -> Run:
 
 
 def _wrong(name: str, errors: Any, parameters: dict[str, Any]) -> dict[str, Run]:
-    """Error -> the initialiser with it."""
+    """Error -> the initialiser with it: parameters are 1.2 times theirs, correlations beyond +-1 then 0.8 times."""
     found = errors(parameters) if callable(errors) else errors
     if isinstance(found, tuple):
-        found = {error_in(key): parameters | {key: _off(key, parameters[key])} for key in found if parameters[key]}
+        off = {n: 0.8 if n == "correlation" and abs(parameters[n]) > 1 / 1.2 else 1.2 for n in found if parameters[n]}
+        found = {error_in(name): parameters | {name: factor * parameters[name]} for name, factor in off.items()}
 
     def changed(change: Callable[[NamedTensors], None]) -> Run:
         def run(network: Copy, g: torch.Generator) -> None:
@@ -244,11 +242,6 @@ def _wrong(name: str, errors: Any, parameters: dict[str, Any]) -> dict[str, Run]
         return run
 
     return {error: changed(how) if callable(how) else _runs(name, how) for error, how in found.items()}
-
-
-def _off(parameter: str, value: float) -> float:
-    """1.2 times a number, or 0.8 times a correlation that would be beyond +-1."""
-    return (0.8 if parameter == "correlation" and abs(value) > 1 / 1.2 else 1.2) * value
 
 
 def _every(tensors: NamedTensors, strict: bool) -> AuditReport:

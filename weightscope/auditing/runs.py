@@ -16,7 +16,7 @@ import inspect
 import math
 import warnings
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Self
@@ -41,30 +41,14 @@ Key = tuple[Hashable, ...]
 Draws = dict[Key, list[float]]
 
 
-def _cube(x: float) -> float:
-    return x**3
-
-
-def _minus_inverse(x: float) -> float:
-    return -1 / max(x, 1e-9)
-
-
-def _inverse(y: float) -> float:
-    return -1 / y if y < 0 else math.inf
-
-
-def _atanh(r: float) -> float:
-    return math.atanh(min(max(r, -1 + 1e-9), 1 - 1e-9))
-
-
 # Scales on which statistics are nearly normal, and their inverses. The cube root is Wilson and Hilferty's (1931).
 # Of 100 to 1024 normal or uniform entries, minus the inverse of the kurtosis leaves intervals of the level 1e-4 with
 # 0.4 to 1.8 times this probability, its cube root with up to 18 times.
 SCALES: dict[str, tuple[Callable[[float], float], Callable[[float], float]]] = {
     "identity": (float, float),
-    "variance": (lambda x: float(np.cbrt(x)), _cube),
-    "correlation": (_atanh, math.tanh),
-    "kurtosis": (_minus_inverse, _inverse),
+    "variance": (lambda x: float(np.cbrt(x)), lambda y: y**3),
+    "correlation": (lambda r: math.atanh(min(max(r, -1 + 1e-9), 1 - 1e-9)), math.tanh),
+    "kurtosis": (lambda x: -1 / max(x, 1e-9), lambda y: -1 / y if y < 0 else math.inf),
 }
 
 
@@ -128,7 +112,7 @@ class Copy:
     def restored(self) -> Self:
         """Give the copy the weights of the original."""
         if self._files is not None:
-            self._files.own.clear()
+            self._files.clear()
         elif hasattr(self, "source"):
             for name in self.source.names:
                 self.source.get(name).copy_(self.original.get(name))
@@ -154,11 +138,11 @@ class Copy:
         left = dict.fromkeys(names)
         for own, reset in self._layers:
             if own & left.keys():
-                others = {name: self.source.get(name) for name in own - left.keys() if name in self.source}
-                before = {name: value.clone() for name, value in others.items()}
+                others = [self.source.get(name) for name in own - left.keys() if name in self.source]
+                before = [value.clone() for value in others]
                 reset()
-                for name, value in others.items():
-                    value.copy_(before[name])
+                for value, kept in zip(others, before, strict=True):
+                    value.copy_(kept)
                 left = {name: None for name in left if name not in own}
         return list(left)
 
@@ -175,28 +159,19 @@ class Copy:
         return [name for name in self.source.names if f"{name}.".startswith(paths)]
 
 
-class _Copied(MutableMapping[str, Tensor]):
+class _Copied(dict[str, Tensor]):
     """Tensors by name, each copied when it is first read."""
 
     def __init__(self, source: NamedTensors) -> None:
-        self._source, self.own = source, dict[str, Tensor]()
+        super().__init__()
+        self._source = source
 
-    def __getitem__(self, name: str) -> Tensor:
-        if name not in self.own:
-            self.own[name] = self._source.get(name).clone()
-        return self.own[name]
-
-    def __setitem__(self, name: str, value: Tensor) -> None:
-        self.own[name] = value
-
-    def __delitem__(self, name: str) -> None:
-        del self.own[name]
+    def __missing__(self, name: str) -> Tensor:
+        self[name] = self._source.get(name).clone()
+        return self[name]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._source.names)
-
-    def __len__(self) -> int:
-        return len(self._source.names)
 
     def shape(self, name: str) -> tuple[int, ...]:
         return self._source.shape(name)
