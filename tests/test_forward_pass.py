@@ -319,6 +319,76 @@ def test_a_file_is_read_as_code_of_ones_own_computes(tmp_path, monkeypatch):
         anatomy.attention({"other.weight": torch.zeros(24, 24)}, {"code": lambda: 1 // 0})
 
 
+class Coded(nn.Module):
+    """Layers with their own number of heads, and a gain of ones or a batch norm with statistics of 0 and 1 after q."""
+
+    def __init__(self, heads: tuple[int, ...] = (3,), after: str = "") -> None:
+        super().__init__()
+        self.heads, self.after = heads, after
+        self.maps = nn.ModuleList(nn.ModuleDict({x: nn.Linear(24, 24) for x in "qkvo"}) for _ in heads)
+        self.gain = nn.Parameter(torch.ones(24)) if after == "gain" else None
+        self.norm = nn.BatchNorm1d(24) if after == "batch norm" else nn.LayerNorm(24)
+        self.units = nn.ModuleList([nn.Linear(24, 32), nn.Linear(32, 24)])
+
+    def forward(self, x):
+        for maps, heads in zip(self.maps, self.heads, strict=True):
+            stream = x if self.after == "batch norm" else self.norm(x)
+            q, k, v = (maps[name](stream) for name in "qkv")
+            q = q if self.gain is None else q * self.gain
+            q = self.norm(q.mT).mT if self.after == "batch norm" else q
+            q, k, v = (t.unflatten(-1, (heads, -1)).transpose(1, 2) for t in (q, k, v))
+            x = x + maps["o"](torch.softmax(q @ k.mT, -1).matmul(v).transpose(1, 2).flatten(2))
+        return x + self.units[1](torch.relu(self.units[0](x)))
+
+
+@pytest.mark.parametrize("after", ["gain", "batch norm"])
+def test_what_is_one_at_the_start_is_no_reading_of_a_trained_file(after):
+    module = Coded(after=after)
+    before = copy.deepcopy(module.state_dict())
+    with pytest.raises(AnatomyError, match="the queries are not what their matrix gives"):
+        anatomy.attention(before, {"code": module})
+    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+
+
+@pytest.mark.parametrize("wrapped", ["", "net."])
+def test_layers_that_code_does_not_build_are_those_that_it_builds_if_these_agree(wrapped):
+    state = {f"{wrapped}{name}": value for name, value in Coded((3, 6, 3, 6)).state_dict().items()}
+
+    def heads(*built):
+        parts = anatomy.attention(state, {"code": lambda: Coded(built)}, strict=None)
+        return [part.heads for part in parts], [str(one) for one in parts.unread]
+
+    assert heads(3, 6, 3, 6) == ([3, 6, 3, 6], [])
+    assert heads(3, 3) == ([3] * 4, [])
+    found, unread = heads(3, 6)
+    assert found == [3, 6]
+    assert [one.split()[0] for one in unread] == [f"`{wrapped}maps.{i}.q.weight`" for i in (2, 3)]
+    assert all("`maps.0`, `maps.1`, alike in shapes, which differ in what they do" in one for one in unread)
+
+
+def test_mlps_of_a_file_are_those_of_its_code():
+    state = Coded().state_dict()
+    part = anatomy.mlps(state, {"code": Coded})[0]
+    assert torch.equal(part.read("fc1"), state["units.0.weight"])
+    with pytest.raises(AnatomyError, match="expected MLPs"):
+        anatomy.mlps(state)
+
+
+def test_a_library_that_cannot_be_imported_is_named(monkeypatch):
+    def fails(*_, **__):
+        raise ModuleNotFoundError("Could not import module 'LlamaConfig'") from RuntimeError(
+            "torchvision::nms not found"
+        )
+
+    mapping = shims.transformers().models.auto.configuration_auto.CONFIG_MAPPING
+    monkeypatch.setattr(type(mapping), "__getitem__", fails)
+    state = {f"layers.0.self_attn.{x}_proj.weight": torch.randn(8, 8) for x in "qkvo"}
+    state["layers.1.self_attn.q_proj.weight"] = torch.zeros(8, 8, dtype=torch.int8)
+    parts = anatomy.attention(state, {"model_type": "llama", "num_attention_heads": 2}, strict=None)
+    assert len(parts) == 1
+    assert "its code cannot be imported: expected a torchvision of the build of torch" in str(parts.unread[0])
+
+
 def test_mlps_over_tokens_are_left_alone():
     shims.timm()
     from timm.models.mlp_mixer import MlpMixer

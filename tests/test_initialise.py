@@ -158,7 +158,7 @@ def test_an_audit_at_once_and_without_a_file(tmp_path, capsys, monkeypatch):
         ((":small", "--init", "mimetic_ssm", "-o", "a.pt"), "expected state-space layers"),
         ((":small", "--init", "mimetic_mlp", "--option", "x=1", "-o", "a.pt"), "unexpected keyword argument 'x'"),
         ((":tied", "--init", "xavier", "-o", "a.safetensors"), "name a .pt file, which keeps them"),
-        ((":beside_another_torchvision", "--init", "mimetic_mlp", "-o", "a.pt"), "is not for this torch"),
+        ((":beside_another_torchvision", "--init", "mimetic_mlp", "-o", "a.pt"), "build of torch"),
         (("timm:x", "--init", "mimetic_mlp", "-o", "a.pt"), "timm:x: .*; `pip install timm`"),
         (("hf:x", "--init", "mimetic_mlp", "-o", "a.pt"), "expected the name of a folder"),
         (("hf:x", "--init", "mimetic_mlp", "-o", "a"), "hf:x: no such folder; for a model at the hub hf://ORG/NAME"),

@@ -12,6 +12,8 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -300,3 +302,16 @@ def distribute(signatures: Sequence[Signature], given: Mapping[str, Any]) -> lis
             raise UsageError(f"{joined}: {key!r} is a parameter of {names}; pass them one by one")
         shares[owners[0]][key] = value
     return shares
+
+
+def why_not_imported(error: BaseException) -> str:
+    """The first cause of an import error, with what to do about torchvision."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    if "torchvision" not in str(error):
+        return " ".join(str(error).split())[:150]
+    found = f"torchvision {version('torchvision')}" if find_spec("torchvision") else "no torchvision"
+    return (
+        f"expected a torchvision of the build of torch {version('torch')}, found {found}; install that pair as "
+        "docs/troubleshooting.md says, or uninstall torchvision, which most models do without"
+    )

@@ -3,8 +3,6 @@
 import json
 import warnings
 from collections.abc import Mapping
-from importlib.metadata import version
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +13,7 @@ from torch import Tensor, nn
 
 from weightscope._util.environment import available_memory
 from weightscope._util.names import listing
+from weightscope._util.plugins import why_not_imported
 from weightscope._util.sources import is_population
 from weightscope._util.torch_random import seeded
 from weightscope.analysis.state_space_maps import check_size, rebuilt
@@ -108,7 +107,9 @@ def _transformer(folder: Path) -> tuple[nn.Module, list[str]]:
                 folder, local_files_only=True, use_safetensors=True, output_loading_info=True, dtype=torch.float32
             )
     except ImportError as error:
-        raise UsageError(f"{folder}: transformers cannot import the model's class: {_why(error)}") from error
+        raise UsageError(
+            f"{folder}: transformers cannot import the model's class: {why_not_imported(error)}"
+        ) from error
     except (OSError, ValueError, RuntimeError) as error:
         raise DataError(f"{folder}: transformers cannot read the model: {_brief(error)}") from error
     finally:
@@ -119,19 +120,6 @@ def _transformer(folder: Path) -> tuple[nn.Module, list[str]]:
     notes = [f"{folder}: the file lacks {missing}, which have random values of seed 0"] * bool(missing)
     lost = unreadable(folder).items()
     return model, notes + [f"{folder}: cannot be read as stored: `{name}`, {why}" for name, why in lost]
-
-
-def _why(error: BaseException) -> str:
-    """The first cause of an import error, with what to do about torchvision."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    if "torchvision" not in str(error):
-        return _brief(error)
-    found = f"torchvision {version('torchvision')}" if find_spec("torchvision") else "no torchvision"
-    return (
-        f"expected a torchvision of the build of torch {torch.__version__}, found {found}; install that pair as "
-        "docs/troubleshooting.md says, or uninstall torchvision, which most models do without"
-    )
 
 
 def _brief(error: BaseException) -> str:

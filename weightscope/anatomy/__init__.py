@@ -22,7 +22,7 @@ from weightscope.anatomy import ssm as _ssm
 from weightscope.anatomy.attention_part import AttentionPart
 from weightscope.anatomy.convolution import DepthwisePart
 from weightscope.anatomy.embedding import PatchEmbedding, PositionEmbedding
-from weightscope.anatomy.from_code import find_attention
+from weightscope.anatomy.from_code import find_attention, find_mlps
 from weightscope.anatomy.mlp import FilterMLP, MLPPart
 from weightscope.anatomy.ssm import SSMPart
 from weightscope.anatomy.tensors import (
@@ -33,7 +33,6 @@ from weightscope.anatomy.tensors import (
     Unread,
     named_tensors,
 )
-from weightscope.anatomy.traced import find_mlps
 from weightscope.errors import AnatomyError, UsageError
 
 __all__ = [

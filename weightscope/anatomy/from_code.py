@@ -5,19 +5,32 @@ the user's own (`code`). Of transformers, one or two layers are built at their r
 """
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import nn
 
-from weightscope._util.names import unknown
-from weightscope._util.plugins import imported, is_reference
-from weightscope.anatomy import traced
+from weightscope._util.names import joined, unknown
+from weightscope._util.plugins import imported, is_reference, why_not_imported
+from weightscope.anatomy import mlp, traced
 from weightscope.anatomy.attention_modules import find, owner, same_block
 from weightscope.anatomy.attention_part import AttentionPart, Gain
-from weightscope.anatomy.tensors import ModuleTensors, NamedTensors, Parts, Unread, in_layers, shared, tensor_of
+from weightscope.anatomy.mlp import MLPPart
+from weightscope.anatomy.tensors import (
+    ModuleTensors,
+    NamedTensors,
+    Parts,
+    Slot,
+    Unread,
+    in_layers,
+    path_of,
+    shared,
+    tensor_of,
+)
 from weightscope.errors import UsageError, WeightscopeError
 
 _LARGEST = 1_500_000_000  # parameters of a network that is built, 6 GB
@@ -50,7 +63,7 @@ def find_attention(tensors: NamedTensors) -> Parts[AttentionPart]:
         if all(one.layer is None for one in parts.unread):  # only called like parts
             return parts
     try:
-        coded = places_of_code(tensors)
+        coded = places_of_code(tensors, "attention")
     except _NotBuiltError as error:
         coded = []
         parts.unread = tuple(replace(one, why=f"{one.why}; {error}") for one in parts.unread)
@@ -61,52 +74,88 @@ def find_attention(tensors: NamedTensors) -> Parts[AttentionPart]:
     return in_layers(coded, tensors, same_block, owner)
 
 
-def places_of_code(tensors: NamedTensors) -> list[AttentionPart | Unread]:
-    """The attention modules of a file as its own code runs them; none without code."""
+def find_mlps(tensors: NamedTensors) -> Parts[MLPPart]:
+    """All MLPs, in order: those that the forward pass of a module or of a file's `code` shows; else by names."""
+    if isinstance(tensors, ModuleTensors):
+        return traced.find_mlps(tensors)
+    coded = places_of_code(tensors, "mlp") if "code" in tensors.config else []
+    return in_layers(coded, tensors, owner=mlp.owner) if coded else mlp.find(tensors)
+
+
+def places_of_code(tensors: NamedTensors, kind: str) -> list[Any]:
+    """The parts of a kind in a file as its own code runs them, or what is unread; none without code."""
     code = tensors.config.get("code")
     module = _own(code) if code is not None else _of_config(tensors.config)
     if module is None:
         return []
-    layers: dict[str, list[AttentionPart | Unread]] = {}
-    for one in traced.read(ModuleTensors(module))[0]["attention"]:
-        layers.setdefault(re.sub(r"\d+", r"\\d+", re.escape(tensor_of(one))), []).append(one)
+    layers: dict[str, list[Any]] = {}
+    with _random_gains(module):
+        for one in traced.read_anew(ModuleTensors(module))[0][kind]:
+            layers.setdefault(re.sub(r"\d+", r"\\d+", re.escape(tensor_of(one))), []).append(one)
     sizes = {name: tuple(p.shape) for name, p in module.named_parameters(remove_duplicate=False)}
     patterns = sorted(layers, key=len, reverse=True)  # those of a tower before those of a part of it
     out = []
     for name in tensors.names:
         found = ((p, m[1]) for p in patterns if (m := re.fullmatch(rf"((?:.*\.)?){p}", name)))
         pattern, before = next(found, ("", ""))
-        alike = sorted(layers.get(pattern, ()), key=lambda one: tensor_of(one) != name)  # the same layer first
-        moved = (_moved(one, before, name.removeprefix(before), tensors, sizes) for one in alike)
-        out += [one for one in moved if one is not None][:1]
+        alike = layers.get(pattern, [])
+        built = [one for one in alike if before + tensor_of(one) == name]
+        moved = [(one, here) for one in built or alike if (here := _moved(one, before, name, tensors, sizes))]
+        if len({_reading(one) for one, _ in moved}) > 1:
+            read = joined([f"`{path_of(one)}`" for one, _ in moved], 3)
+            why = f"(its code builds {read}, alike in shapes, which differ in what they do, not this layer; build all)"
+            out.append(Unread(name, why, path=path_of(moved[0][1])))
+        else:
+            out += [here for _, here in moved[:1]]
     return out
 
 
-def _moved(
-    part: AttentionPart | Unread, before: str, name: str, tensors: NamedTensors, sizes: Mapping[str, tuple[int, ...]]
-) -> AttentionPart | Unread | None:
-    """What was traced, for the layer with the tensor `before` + `name` of a file; None if it has other shapes."""
-    here = name.split(".")
+def _reading(part: Any) -> Any:
+    """Equal for layers that one function reads: the same heads and rows, of the same scale."""
+    if isinstance(part, Unread):
+        return ()
+    slots = (*part._weights.items(), *part._biases.items())
+    rows = [(key, str(slot.rows), slot.transposed, slot.shape) for key, slot in slots]
+    kept = ("kind", "heads", "kv_heads", "scale", "normalised", "notes")
+    return str([rows, *(getattr(part, key, None) for key in kept)])
+
+
+def _moved(part: Any, before: str, name: str, tensors: NamedTensors, sizes: Mapping[str, tuple[int, ...]]) -> Any:
+    """What was traced, for the layer with the tensor `name` of a file, below `before`; None if it has other shapes."""
+    here = name.removeprefix(before).split(".")
 
     def renamed(own: str) -> str:
         """A name of the traced network, in the file."""
         n = len(shared((own.split("."), tensor_of(part).split("."))))
         return before + ".".join([*here[:n], *own.split(".")[n:]])
 
-    def gain(one: Gain | str | None) -> Any:
-        return replace(one, name=renamed(one.name)) if isinstance(one, Gain) else one
+    def in_file(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: in_file(one) for key, one in value.items()}
+        return replace(value, name=renamed(value.name)) if isinstance(value, Slot | Gain) else value
 
     if isinstance(part, Unread):
-        return Unread(before + name, part.why, path=renamed(part.path))
+        return Unread(name, part.why, path=renamed(part.path))
     own = {slot.name for slot in (*part._weights.values(), *part._biases.values())}
     if any(renamed(one) not in tensors or tensors.shape(renamed(one)) != sizes[one] for one in own):
         return None
-    weights, biases = (
-        {key: replace(slot, name=renamed(slot.name)) for key, slot in slots.items()}
-        for slots in (part._weights, part._biases)
-    )
-    path, norm, scale = renamed(part.name), gain(part.norm), gain(part.layer_scale)
-    return replace(part, name=path, norm=norm, layer_scale=scale, _tensors=tensors, _weights=weights, _biases=biases)
+    held = {key: in_file(value) for key, value in vars(part).items()}
+    return replace(part, **held | {"name": renamed(part.name), "_tensors": tensors})
+
+
+@contextmanager
+def _random_gains(module: nn.Module) -> Iterator[None]:
+    """Gains, biases and statistics of a new network other than 0 and 1, so that its numbers show what they act on."""
+    held = [p.detach() for p in module.parameters() if max(p.shape, default=0) == p.numel() > 1]
+    held += [b for name, b in module.named_buffers() if name.endswith(("running_mean", "running_var"))]
+    kept, draw = [one.clone() for one in held], torch.Generator().manual_seed(0)
+    for one in held:
+        one.copy_(torch.rand(one.shape, generator=draw) + 0.5)
+    try:
+        yield
+    finally:
+        for one, value in zip(held, kept, strict=True):
+            one.copy_(value)
 
 
 def timm_model(name: str, **options: Any) -> nn.Module:
@@ -153,24 +202,29 @@ def _of_timm(architecture: str, arguments: Mapping[str, Any]) -> nn.Module | Non
 
 
 def _of_transformers(config: Mapping[str, Any]) -> nn.Module | None:
+    if find_spec("transformers") is None:
+        return None
     try:
         from transformers import AutoModel
         from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-    except (ImportError, RuntimeError):
-        return None
-    if config["model_type"] not in CONFIG_MAPPING:
-        return None
-    kind, why = CONFIG_MAPPING[config["model_type"]], ""
-    for few in (True, False):
-        try:
-            made = kind.from_dict(dict(config))
-            made = kind.from_dict(_small(made.to_dict())) if few else made
-            with torch.device("meta"):
-                size = sum(p.numel() for p in AutoModel.from_config(made).parameters())
-            if size < _LARGEST:
-                return AutoModel.from_config(made, dtype=torch.float32).eval()
-        except Exception as error:  # noqa: BLE001 - a foreign class refuses these sizes
-            why = f"{type(error).__name__}: {error}".splitlines()[0]
+
+        if config["model_type"] not in CONFIG_MAPPING:
+            return None
+        kind, why = CONFIG_MAPPING[config["model_type"]], ""
+        for few in (True, False):
+            try:
+                made = kind.from_dict(dict(config))
+                made = kind.from_dict(_small(made.to_dict())) if few else made
+                with torch.device("meta"):
+                    size = sum(p.numel() for p in AutoModel.from_config(made).parameters())
+                if size < _LARGEST:
+                    return AutoModel.from_config(made, dtype=torch.float32).eval()
+            except ImportError:
+                raise
+            except Exception as error:  # noqa: BLE001 - a foreign class refuses these sizes
+                why = f"{type(error).__name__}: {error}".splitlines()[0]
+    except ImportError as error:
+        raise _NotBuiltError(f"its code cannot be imported: {why_not_imported(error)}") from error
     if why:
         raise _NotBuiltError(f"model_type {config['model_type']!r} could not be built to see its layout: {why}")
     return None

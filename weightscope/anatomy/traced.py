@@ -15,7 +15,6 @@ from weightscope.anatomy.mlp import MLPPart
 from weightscope.anatomy.running import traces
 from weightscope.anatomy.tensors import (
     ModuleTensors,
-    NamedTensors,
     Parts,
     Slot,
     Unread,
@@ -43,7 +42,7 @@ def read(tensors: ModuleTensors) -> Reading:
     if key not in _READ:
         if len(_READ) > 100:
             _READ.clear()
-        _READ[key] = _read(tensors)
+        _READ[key] = read_anew(tensors)
     found, used, failed = _READ[key]
     own = {kind: [_with(one, tensors) for one in ones] for kind, ones in found.items()}
     return own, used, failed
@@ -53,7 +52,8 @@ def _with(one: Any, tensors: Any) -> Any:
     return one if isinstance(one, Unread) else replace(one, _tensors=tensors)
 
 
-def _read(tensors: ModuleTensors) -> Reading:
+def read_anew(tensors: ModuleTensors) -> Reading:
+    """As `read`, of this very module, without a model to read."""
     kinds = {"attention": attentions, "mlp": _mlps}
     found: dict[str, dict[Any, Any]] = {kind: {} for kind in kinds}
     used: set[str] = set()
@@ -95,11 +95,9 @@ def find_attention(tensors: ModuleTensors) -> Parts[AttentionPart]:
     return in_layers(found, tensors, attention_modules.same_block, attention_modules.owner, read(tensors)[1])
 
 
-def find_mlps(tensors: NamedTensors) -> Parts[MLPPart]:
-    """All MLPs, in order; of a file by their names."""
+def find_mlps(tensors: ModuleTensors) -> Parts[MLPPart]:
+    """All MLPs, in order."""
     named = mlp.find(tensors)
-    if not isinstance(tensors, ModuleTensors):
-        return named
     shows = "no function of each unit between two linear maps, of which the second returns to the stream"
     return in_layers(_with_named(tensors, "mlp", named, shows), tensors, owner=mlp.owner, ran=read(tensors)[1])
 

@@ -10,7 +10,7 @@ from torch import nn
 from weightscope._util import atomic
 from weightscope._util.names import unknown
 from weightscope._util.outputs import writable_path
-from weightscope._util.plugins import imported, is_reference
+from weightscope._util.plugins import imported, is_reference, why_not_imported
 from weightscope._util.torch_random import seeded
 from weightscope.anatomy.from_code import timm_model
 from weightscope.errors import UsageError, WeightscopeError
@@ -35,10 +35,7 @@ def build(model: str, options: Mapping[str, Any], seed: int) -> nn.Module:
             raise
         except Exception as error:  # of foreign code, on a wrong option or name
             if "torchvision::" in f"{error} {error.__cause__}":
-                raise UsageError(
-                    f"{model}: the installed torchvision is not for this torch; docs/troubleshooting.md says how to "
-                    "install a pair"
-                ) from error
+                raise UsageError(f"{model}: {why_not_imported(error)}") from error
             if isinstance(error, ImportError):
                 package = {"timm": "timm", "hf": "transformers"}.get(library, "what it imports")
                 raise UsageError(f"{model}: {error}; `pip install {package}`") from error
