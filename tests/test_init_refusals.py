@@ -51,6 +51,38 @@ def cross_attention():
     return nn.ModuleDict({"multihead_attn": nn.MultiheadAttention(48, 3, kdim=20, vdim=28)})
 
 
+class Tied(nn.Module):
+    """Attention and an MLP, of which one weight is another's, too."""
+
+    def __init__(self, name, other):
+        super().__init__()
+        self.maps = nn.ModuleDict({x: nn.Linear(24, 24) for x in ("q", "k", "v", "o", "fc1", "fc2")})
+        if name != other:
+            self.maps[name].weight = self.maps[other].weight
+        self.turned = (name, other) == ("o", "v")
+
+    def forward(self, x):
+        q, k, v = (self.maps[name](x).unflatten(-1, (3, 8)).transpose(1, 2) for name in "qkv")
+        mean = nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+        x = x + (mean @ self.maps["o"].weight if self.turned else self.maps["o"](mean))
+        return x + self.maps["fc2"](torch.relu(self.maps["fc1"](x)))
+
+
+def twice(*names, block=lambda: Tied("q", "q")):
+    """Two blocks, of which some weights are one tensor."""
+    model = nn.Sequential(block(), block())
+    for name in names:
+        model[1].maps[name].weight = model[0].maps[name].weight
+    return model
+
+
+def two_states():
+    model = mamba()
+    first, second = [one for one in model.modules() if hasattr(one, "A_log")][:2]
+    second.A_log = first.A_log
+    return model
+
+
 def mamba():
     return state_space(1)
 
@@ -76,6 +108,23 @@ REFUSED = {
         (wi.mimetic_attention_, vit, {"layers": 5}, r"layers: expected some of \[0, 1\], found 5"),
         (wi.mimetic_attention_, vit, {"heads": 3}, r"heads of `blocks.0.attn`: expected some of \[0, 1, 2\], found 3"),
         (wi.mimetic_attention_, cross_attention, {}, "cross-attention only"),
+        (
+            wi.mimetic_attention_,
+            lambda: Tied("k", "q"),
+            {},
+            "found `maps.q.weight` as q of `maps` and k of `maps`",
+        ),
+        (wi.mimetic_attention_, lambda: Tied("v", "k"), {}, "found `maps.k.weight` as k of `maps` and v of `maps`"),
+        (wi.mimetic_attention_, lambda: Tied("o", "v"), {"parts": "vo"}, "as v of `maps` and o of `maps`"),
+        (wi.mimetic_attention_, lambda: twice("q"), {}, "found `0.maps.q.weight` as q of `0.maps` and q of"),
+        (wi.impulse_attention_, lambda: Tied("k", "q"), {"grid": (4, 4)}, "as q of `maps` and k of `maps`"),
+        (wi.zero_init_, lambda: Tied("v", "k"), {}, "as k of `maps` and v of `maps`"),
+        (wi.t_fixup_, lambda: twice("fc2"), {}, "found `0.maps.fc2.weight` as fc2"),
+        (wi.layer_scale_identity_, lambda: twice("o"), {}, "found `0.maps.o.weight` as o"),
+        (wi.mimetic_mlp_, lambda: twice("fc1"), {}, "found `0.maps.fc1.weight` as fc1"),
+        (wi.mimetic_mlp_, lambda: Tied("fc2", "fc1"), {"mode": "anticorrelated"}, "as fc1 of `maps` and fc2 of `maps`"),
+        (wi.mimetic_first_last_mlp_, lambda: twice("fc2"), {}, "found `0.maps.fc2.weight` as fc2"),
+        (wi.mimetic_ssm_, two_states, {}, "A_log` as A_log"),
         (wi.impulse_attention_, vit, {"filter_size": 4}, "odd"),
         (wi.impulse_attention_, vit, {"offsets": [(0, 9)]}, "outside the 4 x 4 tokens"),
         (wi.impulse_attention_, vit, {"offsets": [(0, 0.5)]}, "pairs of integers"),
@@ -151,3 +200,20 @@ def test_refusals_change_nothing(init, make, arguments, message, error):
     with pytest.raises(error, match=message):
         init(module, **arguments)
     assert all(torch.equal(a, b) for a, b in zip(module.parameters(), before.parameters(), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("init", "make", "arguments"),
+    [
+        (wi.mimetic_attention_, lambda: Tied("v", "k"), {"parts": "qk"}),
+        (wi.mimetic_attention_, lambda: twice("q"), {"layers": 1}),
+        (wi.mimetic_attention_, lambda: twice("fc1"), {}),
+        (wi.mimetic_mlp_, lambda: twice("fc2"), {}),
+        (wi.mimetic_attention_, lambda: twice("q", "k", "v", "o"), {}),  # one layer, twice
+    ],
+)
+def test_what_shares_nothing_that_is_set_is_initialised(init, make, arguments):
+    module = make()
+    before = copy.deepcopy(module.state_dict())
+    init(module, **arguments, generator=0)
+    assert any(not torch.equal(value, before[name]) for name, value in module.state_dict().items())

@@ -417,6 +417,23 @@ class InSlots:
         self._biases[part].write(self._tensors, value)
 
 
+def check_separate(matrices: Iterable[tuple[InSlots, str]]) -> None:
+    """UsageError if two matrices that are to be written share entries, so that the second would replace the first."""
+    known: dict[Any, list[tuple[Slot, Tensor, str]]] = {}
+    for part, key in matrices:
+        slot, name = part._slot(key), f"{key} of `{part.name}`"
+        rows = torch.arange(slot.count(part._tensors))
+        rows = rows if slot.rows is None else rows[slot.rows]
+        others = known.setdefault(part._tensors.identity(slot.name), [])
+        for other, theirs, called in others:
+            if other.transposed != slot.transposed or bool(torch.isin(rows, theirs).any()):
+                raise UsageError(
+                    f"expected a tensor for each matrix that is set, found `{slot.name}` as {called} and {name}; "
+                    "choose layers or parts that share none, or untie them"
+                )
+        others.append((slot, rows, name))
+
+
 def cast(name: str, value: Tensor, target: Tensor) -> Tensor:
     """A value in the type and on the device of the weight that it replaces; a DataError if it overflows there."""
     out = value.detach().to(device=target.device, dtype=target.dtype)

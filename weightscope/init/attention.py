@@ -8,6 +8,7 @@ from torch import Tensor
 from weightscope._util.checks import choice, number
 from weightscope.anatomy import AttentionPart, PositionEmbedding, chosen_layers, positions, self_attention
 from weightscope.anatomy.attention_part import NO_PRODUCT, chosen_heads
+from weightscope.anatomy.tensors import check_separate
 from weightscope.errors import UsageError
 from weightscope.init.base import INITIALISERS, Generator, M, frame, normal
 from weightscope.networks.layers import sinusoidal_positions
@@ -154,6 +155,9 @@ def mimetic_attention_(
     function between values and output (LeViT), or with outputs of another width (MViTv2), `W_V W_proj` is no map of
     the stream to itself, and only parts="qk" can be set.
 
+    Raises:
+        UsageError: if two of the matrices share a tensor (q = k, or a weight of two layers), as in other initialisers.
+
     Source: thesis Eq. 3.12 to 3.18; attention paper, section 4, Eq. 3 and 4. Two errors in both are corrected, so that
         the products are those of Eq. 3.12 and 3.13: the sign of beta I (Eq. 3.14), and the missing square root of S in
         W_V (Eq. 3.15).
@@ -164,8 +168,10 @@ def mimetic_attention_(
     """
     alpha_qk, beta_qk, alpha_vo, beta_vo = numbers(preset, construction, (alpha_qk, beta_qk, alpha_vo, beta_vo))
     choice("parts", parts, PARTS)
-    found = self_attention(module, strict=strict, caller="mimetic_attention_")
-    for part in chosen_heads(chosen_layers(found, layers), heads):
+    everything = self_attention(module, strict=strict, caller="mimetic_attention_")
+    found = chosen_heads(chosen_layers(everything, layers), heads)
+    check_separate((part, name) for part in found for name in {"both": "qkvo"}.get(parts, parts))
+    for part in found:
         if parts != "vo":
             write_query_key(part, construction, alpha_qk, beta_qk, generator)
         if parts != "qk":

@@ -12,6 +12,7 @@ from weightscope._util.checks import choice, flag, number, positive
 from weightscope.anatomy import NamedTensors, attention, mlps, named_tensors, parts_of
 from weightscope.anatomy.attention_part import PartName
 from weightscope.anatomy.matrices import Matrix, fans
+from weightscope.anatomy.tensors import check_separate
 from weightscope.errors import AnatomyError, UsageError
 from weightscope.init.base import INITIALISERS, Generator, M, each_matrix, frame, normal, put, selected, uniform
 
@@ -159,7 +160,9 @@ def zero_init_(module: M, *, parts: str = "attention", strict: bool = True, gene
         >>> zero_init_(vit)
     """
     choice("parts", parts, ("attention", "mlp", "both"))
-    for part, name in branches(module, parts, strict=strict, caller="zero_init_"):
+    found = branches(module, parts, strict=strict, caller="zero_init_")
+    check_separate(found)
+    for part, name in found:
         value = part.read(name)
         if name in ZERO:
             first = torch.zeros_like(value)
@@ -197,6 +200,7 @@ def t_fixup_(
     choice("kind", kind, ("encoder", "decoder"))
     flag("embeddings", embeddings)
     found = branches(module, "both", strict=strict, caller="t_fixup_")
+    check_separate(found)
     scale = fixup_scale(found, kind)
     for part, name in found:
         before = part.read(name)
@@ -314,6 +318,7 @@ def layer_scale_identity_(module: M, *, value: float = 0.1, generator: Generator
     if not heads and not hidden:
         raise AnatomyError("expected residual branches (attention or MLPs), found none")
     ends: list[tuple[Any, str]] = [*((part, "o") for part in heads), *((mlp, "fc2") for mlp in hidden)]
+    check_separate(ends)
     for part, name in ends:
         part.write(name, part.read(name) * value)
         if (bias := part.read_bias(name)) is not None:

@@ -13,6 +13,7 @@ from weightscope._util.threads import one_thread
 from weightscope.anatomy import depthwise, self_attention
 from weightscope.anatomy.effective import writable
 from weightscope.anatomy.places import Source
+from weightscope.anatomy.tensors import check_separate
 from weightscope.errors import DataError, SpecError, UsageError
 from weightscope.fits.artifact import NetworkFit
 from weightscope.fits.filters import ScheduleFit
@@ -201,6 +202,7 @@ def _problem(tensor: Tensor | None, shape: tuple[int, ...]) -> str | None:
 def _products(module: nn.Module, fit: ProductFit, *, generator: Generator, strict: bool) -> list[str]:
     """Write the products, layer by layer; returns the names of the tensors."""
     parts = self_attention(module, strict=strict, caller="load_init")
+    check_separate((part, name) for part in parts for name in {"both": "qkvo"}.get(fit.parts, fit.parts))
     touched: list[str] = []
     depths = [layer.depth for layer in fit.layers]
     for i, part in enumerate(parts):

@@ -23,7 +23,7 @@ from weightscope._util.threads import one_thread
 from weightscope.anatomy import AttentionPart, PositionEmbedding, chosen_layers, named_tensors, parts_of, self_attention
 from weightscope.anatomy.attention_part import PartName, chosen_heads
 from weightscope.anatomy.embedding import Offset, TokenGrid
-from weightscope.anatomy.tensors import shared
+from weightscope.anatomy.tensors import check_separate, shared
 from weightscope.errors import AnatomyError, DataError, UsageError
 from weightscope.init._trained import token_grid
 from weightscope.init.base import INITIALISERS, Generator, M, frame, normal, permutation
@@ -340,7 +340,9 @@ def impulse_attention_(
     if tables and grid is not None:
         raise UsageError(f"grid: leave it out, the module has the position embedding `{tables[0].name}`")
     towers: dict[tuple[str | int, bool], list[AttentionPart]] = {}  # the parts that share position codes
-    for part in chosen_heads(chosen_layers(everything, layers), heads):
+    some = chosen_heads(chosen_layers(everything, layers), heads)
+    check_separate((part, name) for part in some for name in QUERY_KEY)
+    for part in some:
         part = of_positions_alone(part, causal)
         table = nearest_table(part, tables)
         towers.setdefault((table.name if table else part.width, bool(part.causal)), []).append(part)

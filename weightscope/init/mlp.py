@@ -8,6 +8,7 @@ from torch import Tensor
 from weightscope._util.checks import choice, number
 from weightscope.anatomy import MLPPart, NamedTensors, chosen_layers, filter_mlps, mlps
 from weightscope.anatomy.matrices import default_std
+from weightscope.anatomy.tensors import check_separate
 from weightscope.errors import AnatomyError, UsageError
 from weightscope.init.base import INITIALISERS, Generator, M, normal
 
@@ -56,7 +57,9 @@ def mimetic_mlp_(
     number("b", b)
     number("sigma", sigma, least=0)
     choice("units", units, _UNITS)
-    for part in chosen_layers(mlps(module, strict=strict, caller="mimetic_mlp_"), layers):
+    parts = chosen_layers(mlps(module, strict=strict, caller="mimetic_mlp_"), layers)
+    check_separate((part, name) for part in parts for name in ("fc1", *["fc2"] * (mode == "anticorrelated")))
+    for part in parts:
         w1 = part.read("fc1")  # (p, n)
         unit = default_std(w1) if units == "std" else 1.0
         if mode == "anticorrelated":
@@ -194,6 +197,7 @@ def mimetic_first_last_mlp_(
     number("correlation", correlation, least=-1, most=1)
     choice("mode", mode, MODES)
     first, last = first_and_last(module, layers)
+    check_separate([(first, "fc2"), (last, "fc2")])
     w2, other = first.read("fc2"), last.read("fc2")  # (n, p)
     if mode == "rows":
         means, others = w2.mean(1, keepdim=True), other.mean(1, keepdim=True)

@@ -20,7 +20,7 @@ from weightscope.anatomy import (
     self_attention,
     ssms,
 )
-from weightscope.anatomy.tensors import Slot
+from weightscope.anatomy.tensors import Slot, check_separate
 from weightscope.errors import SpecError, UsageError
 from weightscope.init import _trained
 from weightscope.init.base import INITIALISERS, Generator, M
@@ -71,7 +71,9 @@ def mimetic_ssm_(
         flag(name, value)
     if convolution is not None:
         flag("convolution", convolution)
-    for part in chosen_layers(ssms(module), layers):
+    parts = chosen_layers(ssms(module), layers)
+    check_separate((part, name) for part in parts for name in ("A_log", "B", "C"))
+    for part in parts:
         some = chosen_states(part, heads)
         if a:
             rates = part.read("A_log").clone()
