@@ -16,10 +16,14 @@ from torch import nn
 
 from weightscope import anatomy, products
 from weightscope import init as wi
-from weightscope.anatomy import tensors
+from weightscope.anatomy import tensors, traced
 from weightscope.auditing import audit
 from weightscope.cli import cli
 from weightscope.errors import AnatomyError, DataError, UsageError
+from weightscope.init.initialise import initialise
+from weightscope.networks import ViT
+from weightscope.recipe import Recipe
+from weightscope.training.initial_weights import initial_weights
 
 
 class Attention(nn.Module):
@@ -395,6 +399,88 @@ def test_mlps_over_tokens_are_left_alone():
 
     mixer = MlpMixer(img_size=16, patch_size=4, num_blocks=2, embed_dim=24)
     assert [part.name for part in anatomy.mlps(mixer)] == [f"blocks.{i}.mlp_channels" for i in range(2)]
+
+
+class Told(Attention):
+    """Its kind is a setting that others hold."""
+
+    kind = property(lambda self: self.__dict__["settings"].kind, lambda self, kind: None)
+
+
+@pytest.mark.parametrize("holder", ["class", "object", "patched class"])
+def test_another_forward_pass_of_the_same_parameters_is_read_anew(holder, monkeypatch):
+    layer, settings = Told(3, 24, 8, bias=False), type("Settings", (), {})
+    layer.__dict__["settings"] = settings if holder == "class" else settings()
+    for kind in ("plain", "k q v", "heads by stride", "packed by head", "plain"):
+        layer.settings.kind = kind
+        if holder == "patched class":
+            monkeypatch.setattr(Told, "kind", kind)
+        (part,) = anatomy.attention(layer)
+        q, k, v, o = (part.read(letter).double() for letter in "qkvo")
+        torch.testing.assert_close((q @ k.mT, v @ o), own_products(layer), rtol=1e-5, atol=1e-8)
+
+
+class Padded(Attention):
+    """It takes the number of tokens, so that no input is guessed."""
+
+    def forward(self, x: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
+        return super().forward(x[:, : int(count)])
+
+
+@pytest.mark.parametrize("of", [Padded, "instance"])
+def test_an_example_input_of_a_class_or_an_instance(of, monkeypatch):
+    layer = Padded(3, 24, 8)
+    with pytest.raises(AnatomyError, match=r"could not be run on random inputs: TypeError: int\(\)"):
+        anatomy.attention(layer)
+    monkeypatch.setattr(layer if of == "instance" else of, *EXAMPLE, raising=False)
+    assert [part.heads for part in anatomy.attention(layer)] == [3]
+
+
+EXAMPLE = "example_input_array", (torch.randn(1, 6, 24), torch.tensor(4))
+
+
+def doubled(module, *, generator=None):
+    """Of a user: doubles the queries, and in the class, exchanges them with the keys."""
+    for part in anatomy.attention(module):
+        part.write("q", 2 * part.read("q"))
+    kind = module.blocks[0]["attn"].settings
+    kind.kind = "k q v" if kind.kind == "plain" else "plain"
+    return module
+
+
+def test_a_network_is_traced_once_for_a_call_and_anew_after_code_of_a_user(monkeypatch):
+    def vits(n):
+        return [ViT(16, 4, 32, 2, 2, 10) for _ in range(n)]
+
+    seen, once = [], traced._read
+    monkeypatch.setattr(traced, "_read", lambda tensors: seen.append(tensors) or once(tensors))
+    both = "mimetic_attention+mimetic_mlp"
+    recipe = Recipe.parse(RECIPE | {"init": {"name": both}})
+    made = vits(8)
+    for use in (
+        lambda: audit(made[0]),
+        lambda: audit(made[0], wi.mimetic_attention_),
+        lambda: initialise(made[0], both),
+        lambda: wi.get(both)(made[0]),
+        lambda: wi.transfer_(made[0], made[1].state_dict()),
+        lambda: initial_weights(recipe, range(4), iter(made[2:]).__next__),
+    ):
+        use()
+        assert len(seen) == 1, use
+        seen.clear()
+    layer = Told(3, 24, 8, bias=False)
+    layer.__dict__["settings"] = type("Settings", (), {"kind": "plain"})
+    before = layer.qkv.weight.detach().clone()
+    wi.compose(doubled, doubled)(Wrapped(layer))
+    assert torch.equal(layer.qkv.weight, before * torch.tensor([2.0, 2.0, 1.0]).repeat_interleave(24)[:, None])
+
+
+RECIPE = {
+    "network": {"type": "vit", "width": 32, "depth": 2, "heads": 2, "patch_size": 4},
+    "data": {"name": "digits", "train": 64, "test": 300},
+    "training": {"epochs": 1, "batch_size": 32, "learning_rate": 0.001},
+    "population": {"networks": 4, "tile": 4},
+}
 
 
 study = functools.cache(lambda: script("analyses/audit_power/run.py"))

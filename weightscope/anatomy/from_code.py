@@ -90,7 +90,7 @@ def places_of_code(tensors: NamedTensors, kind: str) -> list[Any]:
         return []
     layers: dict[str, list[Any]] = {}
     with _random_gains(module):
-        for one in traced.read_anew(ModuleTensors(module))[0][kind]:
+        for one in traced.read(ModuleTensors(module))[0][kind]:
             layers.setdefault(re.sub(r"\d+", r"\\d+", re.escape(tensor_of(one))), []).append(one)
     sizes = {name: tuple(p.shape) for name, p in module.named_parameters(remove_duplicate=False)}
     patterns = sorted(layers, key=len, reverse=True)  # those of a tower before those of a part of it

@@ -33,8 +33,7 @@ def traces(
     called = used.intersection(map(id, module.parameters()))
     if not called and type(module).forward is not nn.Module.forward:  # else a container, which is never called
         copied = without_hooks(module)
-        copied.__dict__.setdefault("example_input_array", example)
-        for args, kwargs in inputs(copied):
+        for args, kwargs in inputs(copied, example):
             try:
                 tracer = traced(copied, args, kwargs)
             except Exception as error:  # noqa: BLE001 - a foreign module refuses this kind of input
@@ -46,38 +45,6 @@ def traces(
             break
     for name, child in module.named_children():  # what was not called, such as the other tower
         yield from traces(child, f"{path}.{name}".lstrip("."), failed, used=used)
-
-
-def structure(module: nn.Module) -> Any:
-    """Equal for modules that compute the same function of their parameters: all that is in them but parameters."""
-    known: dict[int, Any] = {}
-    seen: dict[int, int] = {}
-
-    def told(value: Any) -> Any:
-        if id(value) not in known:
-            # A config of transformers writes itself by comparing with a default one, which takes 20 ms.
-            shown = vars(value) if hasattr(value, "to_diff_dict") else value
-            content = hash(value.detach().cpu().numpy().tobytes()) if _is_plain(value) else repr(shown)
-            known[id(value)] = content, value  # which keeps the number from being given to another one
-        return known[id(value)][0]
-
-    out: list[Any] = []
-    for path, inner in module.named_modules(remove_duplicate=False):
-        own = ((k, told(v)) for k, v in vars(inner).items() if k not in _INTERNAL)
-        held = [(k, None if p is None else (tuple(p.shape), p.dtype, p.device)) for k, p in inner._parameters.items()]
-        ties = [seen.setdefault(id(p), len(seen)) for p in inner._parameters.values()]
-        out.append((path, type(inner), *own, *held, *ties, *((k, told(v)) for k, v in inner._buffers.items())))
-    return tuple(out)
-
-
-_INTERNAL = vars(nn.Module()).keys()
-
-
-def _is_plain(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.layout == torch.strided and not value.is_meta and value.dtype in _NUMPY
-
-
-_NUMPY = (torch.float32, torch.float64, torch.float16, torch.int64, torch.int32, torch.uint8, torch.bool)
 
 
 def without_hooks(module: nn.Module, seen: dict[int, nn.Module] | None = None) -> nn.Module:
@@ -96,18 +63,19 @@ def without_hooks(module: nn.Module, seen: dict[int, nn.Module] | None = None) -
     return seen[id(module)]
 
 
-def inputs(module: nn.Module) -> Iterator[Inputs]:
-    """What a module may take: its own example (Lightning's `example_input_array`), what it states, tokens."""
+def inputs(module: nn.Module, example: Any = None) -> Iterator[Inputs]:
+    """What a module may take: an example, its own one (Lightning's `example_input_array`), what it states, tokens."""
     like = next((p for p in module.parameters() if p.is_floating_point()), torch.zeros(1))
     draw = torch.Generator().manual_seed(0)
 
     def noise(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=draw).to(like)
 
-    if (given := getattr(module, "example_input_array", None)) is not None:
-        yield (
-            ((), dict(given)) if isinstance(given, Mapping) else ((given,) if isinstance(given, Tensor) else given, {})
-        )
+    for given in (example, getattr(module, "example_input_array", None)):
+        if isinstance(given, Mapping):
+            yield (), dict(given)
+        elif given is not None:
+            yield (given,) if isinstance(given, Tensor) else given, {}
     if hasattr(module, "main_input_name") and hasattr(module, "config"):
         yield from _of_transformers(module, noise, like.device)
         return

@@ -7,9 +7,11 @@ attributes, never on classes.
 
 import math
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,7 +21,6 @@ from torch import Tensor, nn
 
 from weightscope._util.names import natural
 from weightscope.anatomy.effective import keep, plain
-from weightscope.anatomy.running import structure
 from weightscope.checkpoint import open_checkpoint
 from weightscope.checkpoint.tensors import not_weights
 from weightscope.errors import AnatomyError, DataError, SpecError, UsageError
@@ -53,6 +54,7 @@ class NamedTensors:
     def _know(self, every: Iterable[str], unreadable: Mapping[str, str]) -> None:
         self._alone: dict[frozenset[str], bool] = {}  # parts of a model -> whether all blocks are in them
         self.found: dict[str, Any] | None = None  # kind of parts -> those found, where an audit asks for them often
+        self.reading: list[Any] = []  # what the forward pass of a module shows, once it is traced
         self.every = {name: unreadable.get(name, "") for name in every}
         self.names = tuple(name for name, why in self.every.items() if not why)
 
@@ -139,10 +141,34 @@ Model = nn.Module | Mapping[str, Any] | NamedTensors | str | Path
 """What `named_tensors` accepts."""
 
 
+_READING: ContextVar[tuple[nn.Module | None, list[Any]]] = ContextVar("_READING", default=(None, []))
+
+
+@contextmanager
+def read_once(module: nn.Module | None, reading: list[Any] | None = None) -> Iterator[None]:
+    """Within the block a module is traced once, or not if the `reading` of one with the same code is there."""
+    outer = _READING.get()
+    same = outer[1] if outer[0] is module else []
+    token = _READING.set((module, same if reading is None else reading))
+    try:
+        yield
+    finally:
+        _READING.reset(token)
+
+
+@contextmanager
+def foreign_code() -> Iterator[None]:
+    """What runs in the block may change what a module computes, which is then traced anew, within and after."""
+    _READING.get()[1].clear()
+    with read_once(None):
+        yield
+
+
 class ModuleTensors(NamedTensors):
     """The effective parameters and buffers of an `nn.Module`, in order; `config` counts before its attributes.
 
-    An `example` is an input with which it can be traced.
+    An `example` is an input with which it can be traced. It is traced when it is first asked for parts, and what they
+    are does not change later.
     """
 
     def __init__(
@@ -157,11 +183,8 @@ class ModuleTensors(NamedTensors):
             own = [*inner._parameters.items(), *inner._buffers.items()]
             self._tensors |= {f"{path}.{key}".lstrip("."): value for key, value in own if value is not None}
         self._know(self._tensors, not_weights(self._tensors))
-
-    @cached_property
-    def structure(self) -> Any:
-        """Equal for modules that compute the same function of their parameters."""
-        return structure(self.module)
+        known, reading = _READING.get()
+        self.reading = reading if known is module else []
 
     def identity(self, name: str) -> Any:
         return id(self._tensors[name])

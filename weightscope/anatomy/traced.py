@@ -29,21 +29,15 @@ from weightscope.anatomy.tracing import BITS, ENTRY, Node, Origin, Tracer, Weigh
 from weightscope.errors import AnatomyError
 
 Reading = tuple[dict[str, list[Any]], set[str], dict[str, str]]
-_READ: dict[Any, Reading] = {}  # structure of a module -> what was read of it
 
 
 def read(tensors: ModuleTensors) -> Reading:
     """The parts of each kind that run, or why they are not read; the names of all parameters that were used; the errors
     of modules that could not be run, by path.
-
-    What was read of a module holds for others of the same structure.
     """
-    key = tensors.structure
-    if key not in _READ:
-        if len(_READ) > 100:
-            _READ.clear()
-        _READ[key] = read_anew(tensors)
-    found, used, failed = _READ[key]
+    if not tensors.reading:
+        tensors.reading.append(_read(tensors))
+    found, used, failed = tensors.reading[0]
     own = {kind: [_with(one, tensors) for one in ones] for kind, ones in found.items()}
     return own, used, failed
 
@@ -52,8 +46,7 @@ def _with(one: Any, tensors: Any) -> Any:
     return one if isinstance(one, Unread) else replace(one, _tensors=tensors)
 
 
-def read_anew(tensors: ModuleTensors) -> Reading:
-    """As `read`, of this very module, without a model to read."""
+def _read(tensors: ModuleTensors) -> Reading:
     kinds = {"attention": attentions, "mlp": _mlps}
     found: dict[str, dict[Any, Any]] = {kind: {} for kind in kinds}
     used: set[str] = set()

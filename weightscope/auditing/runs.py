@@ -29,6 +29,7 @@ from torch import Tensor
 from weightscope._util.torch_random import seeded
 from weightscope.anatomy import ModuleTensors, NamedTensors
 from weightscope.anatomy.effective import unsettable
+from weightscope.anatomy.tensors import read_once
 from weightscope.auditing.report import RATE, UNTOUCHED, Check, error_in
 from weightscope.errors import DataError, UsageError
 
@@ -90,6 +91,8 @@ class Statistic:
 
 
 Measure = Callable[[NamedTensors], Iterable[Statistic]]
+Run = Callable[["Copy", torch.Generator], Any]
+"""Initialises a copy."""
 
 
 class Copy:
@@ -121,7 +124,7 @@ class Copy:
             if why := unsettable(self.target, writing=True):
                 raise DataError(f"audit: {why}")
             self.source = ModuleTensors(self.target, self.original.config)
-            self.source.found = {}
+            self.source.found, self.source.reading = {}, list(self.original.reading)
             for path, layer in self.source._modules.items():
                 reset: Any = getattr(layer, "reset_parameters", None)
                 if callable(reset) and not inspect.signature(reset).parameters:
@@ -132,6 +135,11 @@ class Copy:
             self.target = self.source = NamedTensors(self._files, self.original.config)
             self.source.found = {}
         return self
+
+    def run(self, init: Run, g: torch.Generator) -> None:
+        """Run an initialiser on the copy, which has the code of the original."""
+        with read_once(self.target, self.source.reading):
+            init(self, g)
 
     def start_layers(self, names: Iterable[str]) -> list[str]:
         """Run `reset_parameters` of the layers of some tensors, and keep their others; the tensors of other layers."""
@@ -177,10 +185,6 @@ class _Copied(dict[str, Tensor]):
         return self._source.shape(name)
 
 
-Run = Callable[[Copy, torch.Generator], Any]
-"""Initialises a copy."""
-
-
 @dataclass(frozen=True)
 class Trial:
     """A network on which an initialiser is run, and how it is measured.
@@ -213,7 +217,7 @@ class Trial:
                 elif run is None:
                     self.network.start(names, g)
                 if run is not None:
-                    run(self.network, g)
+                    self.network.run(run, g)
                 rows += self.measure(self.network.source)
         return gathered(rows)
 
@@ -356,7 +360,7 @@ def by_tensor(name: str, init: Run, network: Copy, modules: Iterable[str] = ("",
             warnings.simplefilter("ignore")
             if start is not None:
                 network.start(names, torch.Generator().manual_seed(start))
-            init(network, torch.Generator().manual_seed(_OTHERS + run))
+            network.run(init, torch.Generator().manual_seed(_OTHERS + run))
         return {key: network.source.get(key).float() for key in names}
 
     names = network.below(modules)

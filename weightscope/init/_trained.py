@@ -71,9 +71,9 @@ def found_parts(kind: str, model: Any) -> Sequence[Any]:
 
 def components(module: nn.Module | NamedTensors) -> dict[str, str]:
     """Name of each parameter and buffer -> its component, one of `COMPONENTS`; without modules, norms are named so."""
-    out: dict[str, str] = {}
+    out, tensors = dict[str, str](), named_tensors(module)
     for kind, component in _KINDS.items():
-        for part in found_parts(kind, module):
+        for part in found_parts(kind, tensors):
             groups = part.parameters.values() if isinstance(part.parameters, Mapping) else [part.parameters]
             names = [name for group in groups for name in group]
             names += [name.removesuffix("weight") + "bias" for name in names if name.endswith("weight")]
@@ -82,7 +82,7 @@ def components(module: nn.Module | NamedTensors) -> dict[str, str]:
             for name in names:
                 out.setdefault(name, component)
     layers = dict(module.named_modules()) if isinstance(module, nn.Module) else {}
-    for name in named_tensors(module).names:
+    for name in tensors.names:
         path = name.rpartition(".")[0]
         if "Norm" in type(layers.get(path)).__name__ or (not layers and _NORM.search(path)):
             out[name] = "norm"

@@ -16,7 +16,7 @@ from weightscope._util.plugins import Registry, Signature, distribute, name_of
 from weightscope._util.threads import one_thread
 from weightscope.anatomy.effective import all_or_nothing, keep, writable
 from weightscope.anatomy.matrices import Matrix, fans, matrices
-from weightscope.anatomy.tensors import cast
+from weightscope.anatomy.tensors import cast, foreign_code, read_once
 from weightscope.errors import DataError, UsageError, WeightscopeError
 
 M = TypeVar("M", bound=nn.Module)
@@ -149,7 +149,7 @@ def _of_user(
     """Run an unregistered initialiser, and check that it returns the module."""
     generator = opened(generator)
     try:
-        with one_thread(), running(name), all_or_nothing():
+        with one_thread(), running(name), all_or_nothing(), foreign_code():
             found = function(module, **parameters, generator=generator)
     except WeightscopeError:
         raise
@@ -194,7 +194,7 @@ def steps(init: str | Callable[..., Any], **numbers: Any) -> list[tuple[str, Ini
     for name, signature, given in zip(names, signatures, distribute(signatures, numbers), strict=True):
         signature.require(given)
         function = INITIALISERS.find(name)
-        registered = function in INITIALISERS.values()
+        registered = getattr(function, "func", function) in (*INITIALISERS.values(), _of_user)  # or bound
         run = function if registered else functools.partial(_of_user, signature.name, function)
         bound.append((signature.name, functools.partial(run, **given)))
     return bound
@@ -213,11 +213,23 @@ def compose(*initialisers: str | Callable[..., Any]) -> Initialiser:
     @all_or_nothing()
     def composed(module: nn.Module, *, generator: Generator = None) -> nn.Module:
         generator = opened(generator)
-        for step in found:
-            module = step(module, generator=generator)
+        with read_once(module):
+            for step in found:
+                module = step(module, generator=generator)
         return module
 
     return composed
+
+
+def for_alike(init: Initialiser) -> Initialiser:
+    """An initialiser of networks with the same code, the first of which is traced for all."""
+    reading: list[Any] = []
+
+    def run(module: nn.Module, **parameters: Any) -> nn.Module:
+        with read_once(module, reading):
+            return init(module, **parameters)
+
+    return run
 
 
 def _signature(init: Any) -> Signature:

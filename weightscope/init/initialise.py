@@ -14,6 +14,7 @@ from weightscope._util.plugins import name_of
 from weightscope._util.results import Result
 from weightscope._util.threads import one_thread
 from weightscope.anatomy.effective import all_or_nothing
+from weightscope.anatomy.tensors import read_once
 from weightscope.errors import UsageError
 from weightscope.init.base import M, get, opened
 from weightscope.init.named import Init, labelled, resolved_steps
@@ -110,10 +111,11 @@ def initialise(
             raise UsageError(f"initialise: expected an initialiser, found a control ({config.control}) of `bench`")
         steps = resolved_steps(config.model_copy(update=parameters) if parameters else config)
     generator, changed, masks = opened(seed), list[dict[str, int]](), list[dict[str, Tensor]]()
-    again = []
+    again, reading = [], list[Any]()
     for name, step in steps:
         before = {key: (tensor._version, tensor.detach().clone()) for key, tensor in _tensors(model).items()}
-        step(model, generator=generator)
+        with read_once(model, reading):
+            step(model, generator=generator)
         mine: dict[str, Tensor] = {}
         for key, tensor in _tensors(model).items():
             version, old = before.get(key, (None, tensor))

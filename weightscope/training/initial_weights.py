@@ -11,6 +11,7 @@ from weightscope._util.seeding import Purpose, torch_seed
 from weightscope._util.torch_random import seeded
 from weightscope.anatomy.permutation_groups import permutations_of
 from weightscope.errors import AnatomyError, DataError, RecipeError, SpecError, UsageError
+from weightscope.init.base import for_alike
 from weightscope.init.controls import ScaleControl, UncorrelatedControl
 from weightscope.init.named import resolve
 from weightscope.recipe import InitConfig, Recipe
@@ -28,7 +29,7 @@ def initial_weights(recipe: Recipe, ids: Sequence[int], build: Build) -> np.ndar
     (entry k mod number of [[init]] tables) is called with a generator on its STRUCTURE stream. So two recipes that
     differ only in the initialiser start from the same default weights: their networks are paired.
     """
-    functions = [_controlled(config, recipe, build) if config.control else resolve(config) for config in recipe.init]
+    functions = [_controlled(config, recipe, build) if config.control else _of(config) for config in recipe.init]
     rows = []
     for k in ids:
         i = k % len(functions)
@@ -66,8 +67,12 @@ def _controlled(config: InitConfig, recipe: Recipe, build: Build) -> Initialiser
 
     with seeded(root):  # what the initialiser draws without its generator
         if config.control == "scale":
-            return ScaleControl.of(resolve(config), draw)
-        return UncorrelatedControl.of(resolve(config), draw, _permutations(recipe, build))
+            return ScaleControl.of(_of(config), draw)
+        return UncorrelatedControl.of(_of(config), draw, _permutations(recipe, build))
+
+
+def _of(config: InitConfig) -> Initialiser:
+    return for_alike(resolve(config))
 
 
 def _permutations(recipe: Recipe, build: Build) -> PermutationSpec:
