@@ -223,6 +223,99 @@ class Positions(Attention):
         return self.proj((logits.softmax(-1) @ v).transpose(1, 2).reshape(b, n, -1))
 
 
+def turned(t: torch.Tensor, kind: str) -> torch.Tensor:
+    """Rotary positions of (b, h, n, d), as they are written out in several codes."""
+    c, s = (
+        f(torch.arange(t.shape[-2])[:, None] * 10.0 ** -torch.arange(t.shape[-1] // 2)) for f in (torch.cos, torch.sin)
+    )
+    if kind == "complex":
+        pairs = torch.view_as_complex(t.unflatten(-1, (-1, 2)).contiguous())
+        return torch.view_as_real(pairs * torch.polar(torch.ones_like(c), c.acos() * s.sign())).flatten(-2)
+    if kind == "pairs":
+        x, y = t[..., ::2], t[..., 1::2]
+        return torch.stack([x * c - y * s, x * s + y * c], -1).flatten(-2)
+    x, y = t.chunk(2, -1)
+    if kind == "other sign":
+        return torch.cat([x * c + y * s, x * (-s) + y * c], -1)
+    return t * torch.cat([c, c], -1) + torch.cat([-y, x], -1) * torch.cat([s, s], -1)
+
+
+class Changed(Attention):
+    """Attention in which something acts on queries, keys, values or outputs."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__(3, 24, 8, kind)
+        self.gain, self.shift = nn.Parameter(torch.linspace(0.2, 3, 24)), nn.Parameter(torch.full((24,), 200.0))
+        self.heads, self.more, self.norm = nn.Parameter(torch.rand(3, 1, 1)), nn.Linear(24, 24), nn.BatchNorm1d(24)
+        self.norm.running_var.uniform_(0.1, 9)
+        self.norm.running_mean.fill_(100)
+        self.tokens = nn.Parameter(torch.rand(3, 24))
+
+    def normed(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(x.flatten(0, 1)).view_as(x)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        given, kind, n = x, self.kind, x.shape[1]
+        x = self.more(x) if kind == "map before" else x
+        if kind == "tokens shifted":
+            before = nn.functional.pad(x, (0, 0, 1, -1))
+            mixed = (x * m + before * (1 - m) for m in self.tokens)
+            q, k, v = (row(y) for row, y in zip(self.rows(), mixed, strict=True))
+        else:
+            q, k, v = (row(x) for row in self.rows())
+        q = q * self.gain + self.shift if kind == "gain below a bias" else self.normed(q) if kind == "batch norm" else q
+        k = k * self.gain if kind == "gain before rotation" else k
+        q, k, v = (t.view(*t.shape[:2], 3, 8).transpose(1, 2) for t in (q, k, v))
+        q = q + 0.5 * q.flip(-1) if kind == "channels added" else q
+        if kind in (*ROTATIONS, "gain before rotation"):
+            q, k = turned(q, kind), turned(k, kind)
+        logits = q @ k.mT
+        if kind == "two products":
+            logits = q[..., :4] @ k[..., :4].mT + q[..., 4:] @ k[..., 4:].mT
+        if kind == "mask of triu":
+            logits = logits + torch.full((n, n), -torch.inf).triu(1)
+        y = logits.softmax(-1) @ v
+        y = (y * self.heads if kind == "factors of heads" else y).transpose(1, 2).flatten(2)
+        y = self.proj(y * self.gain if kind == "gain of values" else y)
+        y = self.more(y) if kind == "map after" else y
+        return given + (self.normed(y) if kind == "batch norm of outputs" else y)
+
+    def rows(self) -> list:
+        weights, biases = self.qkv.weight.chunk(3), self.qkv.bias.chunk(3)
+        return [functools.partial(nn.functional.linear, weight=w, bias=b) for w, b in zip(weights, biases, strict=True)]
+
+
+ROTATIONS = ("halves", "other sign", "pairs", "complex")
+CHANGED = {
+    "gain below a bias": "the queries are not what",
+    "batch norm": "the queries are not what",
+    "gain before rotation": "queries and keys of one token",
+    "channels added": "queries and keys of one token",
+    "two products": "a sum of several products",
+    "map after": "another linear map follows",
+    "factors of heads": {"scaled"},
+    "gain of values": {"scaled"},
+    "batch norm of outputs": {"scaled"},
+    "map before": {"widened"},
+    "tokens shifted": "cross",
+    **dict.fromkeys((*ROTATIONS, "plain", "mask of triu"), frozenset()),
+}
+
+
+@pytest.mark.parametrize("kind", CHANGED)
+def test_what_acts_on_queries_keys_values_and_outputs_is_seen_in_their_numbers(kind):
+    torch.manual_seed(0)
+    model, wanted = Changed(kind).eval(), CHANGED[kind]
+    if isinstance(wanted, str) and wanted != "cross":
+        with pytest.raises(AnatomyError, match=wanted):
+            anatomy.attention(model)
+        return
+    (part,) = anatomy.attention(model)
+    assert (part.kind, part.notes) == (("cross", set()) if wanted == "cross" else ("self", wanted))
+    q, k, _ = model.qkv.weight.double().view(3, 3, 8, 24)
+    torch.testing.assert_close(part.read("q").double() @ part.read("k").double().mT, q.mT @ k, rtol=1e-5, atol=1e-8)
+
+
 BIASED = ("alibi", "relative", "zero table", "window")
 
 

@@ -20,9 +20,10 @@ NOTES = {
     "heads mixed": "maps of several heads are mixed",
     "activated": "a nonlinear function acts between the values and the output projection",
     "gated": "what attention gives is multiplied by other activations",
-    "widened": "the output has another width than the stream that queries read",
+    "scaled": "factors of channels act on what attention gives, or on the output",
+    "widened": "the output is added to other channels than those that queries read",
 }
-NO_PRODUCT = ("activated", "widened")
+NO_PRODUCT = ("activated", "scaled", "widened")
 """Notes with which W_V W_O is no map of the stream to itself."""
 
 

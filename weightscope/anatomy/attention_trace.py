@@ -5,8 +5,8 @@ An application of softmax(q k^T) to v that a linear map follows is an attention.
 linear map reads the column of W_O. They are compared with the numbers of the same pass.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence, Set
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from weightscope.anatomy.tensors import ModuleTensors, Slot, Unread, module_of, 
 from weightscope.anatomy.tracing import BITS, ENTRY, OFFSET, SEVERAL, Node, Origin, Tracer, Weight, present
 
 _CHANGES = {"rotated", "normalised", "convolved", "pooled", "positions", "scaled", "added", "centred"}
+_BETWEEN = _CHANGES | {"nonlinear", "gated"}
 
 
 class _UnreadError(Exception):
@@ -98,19 +99,32 @@ class _Reader:
             made = self._projection(letter, codes, found)
             slots[letter], biases[letter], nodes[letter] = made
         out, slots["o"], biases["o"] = self._output(number, apply, order, qs, vs, channels, turned)
-        for letter, origin, value, flip in (("q", q, product.values[0], False), ("k", k, product.values[1], True)):
-            self._compare(letter, origin, value.mT if flip else value)
+        keys = replace(k, codes=k.codes.mT), product.values[1].mT
+        for what, origin, value in (("queries", q, product.values[0]), ("keys", *keys)):
+            if "nonlinear" in origin.marks:
+                raise _UnreadError(f"a nonlinear function acts on the {what}")
+            if self._differ(origin, value, _CHANGES):
+                raise _UnreadError(f"the {what} are not what their matrix gives")
+        self._compare_turned((q, product.values[0]), keys)
         activated = bool({"nonlinear", "normalised"} & (values.marks | out.marks - {"normalised"}))
-        if not {"nonlinear", "normalised"} & values.marks:
-            self._compare("v", values, apply.values[1])
+        plain = not {"nonlinear", "normalised"} & values.marks
+        if plain and self._differ(values, apply.values[1], {"convolved", "pooled"}):
+            raise _UnreadError("the values are not what their matrix gives")
+        scaled = bool(out.values and out.sides) and self._differ(out.sides[0], out.values[0], _BETWEEN)
+        after = out.after
+        if after is not None and out.added is not None and (after.gain is None or "batch" in after.marks):
+            scaled |= self._differ(after, out.added, _BETWEEN)
         heads, kv_heads = len(qs), self._groups(slots, ks, vs)
         width, kv_width, v_width = (nodes[x].weight.columns for x in "qkv")  # type: ignore[union-attr]
         streams = {x: self._stream(node) for x, node in nodes.items()}
         marks = q.marks | k.marks
         logits = product.logits
         assert logits is not None
+        if "summed" in logits.marks:
+            raise _UnreadError("the logits are a sum of several products of queries and keys")
         reads = [nodes[x].values[0].data_ptr() for x in "qk"]
-        filtered = bool((nodes["q"].marks | nodes["k"].marks) & {"convolved", "pooled"})  # each in its own way
+        own = {"convolved", "pooled", "tokens mixed"}
+        filtered = bool((nodes["q"].marks | nodes["k"].marks) & own)  # each in its own way
         same = streams["q"] == streams["k"] == streams["v"] and kv_width == v_width
         kind: Any = "self" if same and (not filtered or reads[0] == reads[1]) else "cross"
         learned = nodes["q"].inputs is None or bool((nodes["q"].inputs < 0).all())
@@ -131,6 +145,7 @@ class _Reader:
             "v": (kv_heads, value_width),
             "o": (heads, value_width),
         }
+        widened = slots["o"][3] != width or not self._returns(out, nodes["q"])
         keep = {"k": _firsts_of(ks, kv_heads), "v": _firsts_of(vs, kv_heads)}
         weights_of = {}
         for x, (name, lines, transposed, columns) in slots.items():
@@ -169,7 +184,7 @@ class _Reader:
             or bool({"convolved", "pooled", "gated"} & (marks | values.marks))
             or bool({"added", "scaled"} & out.marks)
             or ("positions" in marks and "rotated" not in marks),
-            notes=_notes(mixed, activated, out.marks, slots["o"][3] != width),
+            notes=_notes(mixed, activated, scaled, out.marks, widened),
             numbers=tuple(range(heads)),
             _tensors=self.tensors,
             _weights=weights_of,
@@ -184,6 +199,8 @@ class _Reader:
         numbers = present(codes)
         nodes = [self.tracer.node(n) for n in numbers if n > 0]
         found += [self.names[p] for node in nodes for p in node.parameters]
+        if any(len(row.unique()) < len(row) for row in codes):
+            raise _UnreadError(f"one channel of the {what} is used twice")
         if len(nodes) != len(numbers) or not nodes:
             rules = ", ".join(self.tracer.without_rule) or "no linear map"
             raise _UnreadError(f"{what} descend from something unknown: {rules}")
@@ -252,8 +269,20 @@ class _Reader:
             bias = None
             if node.bias is not None and len(owners := present(node.bias)) == 1 and owners[0] >= 0:
                 bias = self.names[owners[0]], node.bias & ENTRY
+            self._check_last(node)
             return node, slot, bias
         raise _UnreadError("no linear map reads what attention gives")
+
+    def _check_last(self, out: Node) -> None:
+        """A linear map of what the output gives, before it is added to a stream, is a part of the output."""
+        if out.after is not None or not any(node is not None and node.kind == "sum" for node in self.tracer.nodes):
+            return
+        number = self.tracer.nodes.index(out)
+        for node in self.tracer.nodes[number + 1 :]:
+            if node is None or node.kind != "linear" or node.inputs is None or node.marks & {"nonlinear", "normalised"}:
+                continue
+            if bool((node.inputs >> BITS == number).all()):
+                raise _UnreadError("another linear map follows the output")
 
     def _groups(self, slots: Any, ks: Tensor, vs: Tensor) -> int:
         """The number of key heads, which consecutive query heads share."""
@@ -265,34 +294,63 @@ class _Reader:
             raise _UnreadError("key heads are not shared by consecutive query heads")
         return n
 
+    def _returns(self, out: Node, reads: Node) -> bool:
+        """Whether the output is added to the stream that queries read, where it is added to one."""
+        if out.onto is None or reads.inputs is None:
+            return True
+        mine, there = out.onto, self.tracer.channels(reads.inputs)
+        return bool((mine < 0).any() | (there < 0).any()) or self._channels(mine) == self._channels(there)
+
     def _stream(self, node: Node) -> Any:
         """Equal for maps that read the same channels of the same stream of tokens."""
-        if node.inputs is None:
-            return ()
-        codes = self.tracer.channels(node.inputs)
+        return () if node.inputs is None else self._channels(self.tracer.channels(node.inputs))
+
+    def _channels(self, codes: Tensor) -> Any:
         for n in present(codes):
             if n > 0 and (one := self.tracer.node(n)).stream:
                 codes = torch.where(codes >> BITS == n, codes & ENTRY | one.stream << BITS, codes)
         return tuple(codes.tolist())
 
-    def _compare(self, letter: str, origin: Origin, value: Tensor) -> None:
-        """The numbers that meet must be those of the linear map, moved and scaled, but for what is marked."""
-        what = {"q": "queries", "k": "keys", "v": "values"}[letter]
-        if "nonlinear" in origin.marks:
-            raise _UnreadError(f"a nonlinear function acts on the {what}")
-        if origin.marks & (_CHANGES if letter in "qk" else {"convolved", "pooled"}):
-            return
-        codes = origin.codes.mT if letter == "k" else origin.codes
-        made = torch.zeros(value.shape, dtype=torch.float64)
-        numbers = (codes >> BITS).cpu()
+    def _made(self, codes: Tensor) -> Tensor | None:
+        """What the maps that the codes name gave, float64, 0 for unknown ones; None if it was overwritten."""
+        made, codes = torch.zeros(codes.shape, dtype=torch.float64), codes.cpu()
         for n in present(codes):
             if n > 0:
-                out = self.tracer.node(n).out.detach().double().flatten().cpu()
-                made[numbers == n] = out[(codes.cpu() & ENTRY)[numbers == n]]
-        apart = value.detach().double().cpu() - origin.factor * made
-        apart = apart - apart.mean(1, keepdim=True)  # a bias that is added later
-        if origin.factor == origin.factor and apart.norm() > 2e-2 * value.norm():
-            raise _UnreadError(f"the {what} are not what their matrix gives")
+                node, where = self.tracer.node(n), codes >> BITS == n
+                if node.out._version != node.version:
+                    return None
+                entries = codes[where] & ENTRY
+                made[where] = node.out.detach().double().flatten().cpu()[entries]
+                if node.later is not None:
+                    made[where] += node.later[entries // node.inner % node.rows]
+        return made
+
+    def _differ(self, origin: Origin, value: Tensor, changes: Set[str]) -> bool:
+        """Whether numbers are not what a map gave, rearranged, times a number, plus a bias; False if so marked."""
+        if origin.marks & changes or origin.factor != origin.factor or origin.codes.is_complex():
+            return False
+        codes = origin.codes
+        if codes.shape != value.shape:  # of images, with the channels first
+            codes = codes.movedim(1, -1)
+        if codes.numel() != value.numel() or (made := self._made(codes.reshape(value.shape))) is None:
+            return False
+        value = value.detach().double().cpu()
+        value, made = (x - x.mean(max(x.ndim - 2, 0), keepdim=True) for x in (value, made))
+        return bool((value - origin.factor * made).norm() > 2e-2 * value.norm())
+
+    def _compare_turned(self, q: tuple[Origin, Tensor], k: tuple[Origin, Tensor]) -> None:
+        """A rotation leaves the products of the query and the key of one token."""
+        (a, x), (b, y) = q, k
+        marks = a.marks | b.marks
+        if "rotated" not in marks or marks & (_CHANGES - {"rotated", "positions"}) or x.shape != y.shape:
+            return
+        made = self._made(a.codes), self._made(b.codes)
+        if made[0] is None or made[1] is None or a.codes.is_complex() or b.codes.is_complex():
+            return
+        wanted = a.factor * b.factor * (made[0] * made[1]).sum(-1)
+        found = (x.double() * y.double()).sum(-1).cpu()
+        if (found - wanted).norm() > 2e-2 * wanted.norm():
+            raise _UnreadError("queries and keys of one token do not meet as their matrices give them")
 
     def _norm(self, nodes: Sequence[Node]) -> Gain | str:
         """The gain of what the projections read, unless it is also that of the stream itself."""
@@ -320,14 +378,15 @@ class _Reader:
         gain = after.gain.flatten().unique()
         if bool((gain < 0).all()):
             return None
-        if bool((gain >= SEVERAL).any()) or len((gain >> BITS).unique()) > 1:
+        if bool((gain >= SEVERAL).any()) or len((gain >> BITS).unique()) > 1 or abs(after.factor) != 1:
             return "its output is multiplied by more than one gain"
         return Gain(self.names[(int(gain[0]) & ~OFFSET) >> BITS], 1.0 if int(gain[0]) & OFFSET else 0.0)
 
 
-def _notes(mixed: bool, activated: bool, after: frozenset[str], widened: bool) -> frozenset[str]:
+def _notes(mixed: bool, activated: bool, scaled: bool, after: frozenset[str], widened: bool) -> frozenset[str]:
     """What else there is in an attention, in the words of `NOTES`; `after` is what is done to its values' sums."""
-    there = {"heads mixed": mixed, "activated": activated, "gated": "gated" in after, "widened": widened}
+    there = {"heads mixed": mixed, "activated": activated, "gated": "gated" in after}
+    there |= {"scaled": scaled and not activated, "widened": widened}
     return frozenset(word for word, yes in there.items() if yes)
 
 

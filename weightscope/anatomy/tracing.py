@@ -102,6 +102,10 @@ class Node:
     logits: Origin | None = None
     masked: Tensor | None = None  # which tokens a mask keeps from attending to which
     after: Origin | None = None  # of a linear map: what was added to the stream
+    added: Tensor | None = None  # the numbers of `after`; None if they were overwritten
+    onto: Tensor | None = None  # (channels,) codes of what it was added to
+    later: Tensor | None = None  # (rows,) a bias that is not in `out`
+    version: int = 0  # of `out`, which is written in place if it changes
     stream: int = 0  # sums of the same operands have one number
     scales: bool = False  # its output multiplies another one's channels
     turned: bool = False  # values times the map, in place of the map times values
@@ -231,7 +235,7 @@ class Tracer(Dispatch):
         return bool(((channels == channels.amax(dims, keepdim=True)) | (channels < 0)).all())
 
     def _new(self, out: Tensor, node: Node) -> Node:
-        node.path = self.path
+        node.path, node.version = self.path, out._version
         self._acts[out] = Origin(_counted(out) | len(self.nodes) << BITS)
         self.nodes.append(node)
         return node
@@ -261,7 +265,7 @@ class Tracer(Dispatch):
         """Nothing is known of what an operation without a rule gives."""
         for one in tree_leaves(out):
             if isinstance(one, Tensor) and one.is_floating_point():
-                self._acts[one] = Origin(torch.full(one.shape, -1, device=one.device))
+                self._acts[one] = Origin(torch.full(one.shape, -1, device=one.device), marks=frozenset({"unknown"}))
 
     def _follow(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         name = func._schema.name.partition("::")[2]
@@ -316,7 +320,7 @@ class Tracer(Dispatch):
             return
         origins = [self._acts[t] for t in acts]
         marks = frozenset().union(*(o.marks for o in origins))
-        factors = {o.factor for o in origins if bool((o.codes >= 0).any())} or {1.0}
+        factors = {o.factor for o in origins if bool((_real(o.codes) >= 0).any())} or {1.0}
         factor = factors.pop() if len(factors) == 1 else float("nan")
         known = dict(zip(acts, origins, strict=True))
         codes = self._replayed(func, name, args, kwargs, outs, lambda t: known[t].codes if t in known else None)
@@ -353,6 +357,8 @@ class Tracer(Dispatch):
         a, k = tree_map(coded, args), tree_map(coded, kwargs)
         if name == "constant_pad_nd":
             a = (a[0], a[1], -1)
+        if name in ("tril", "triu"):
+            return [func(a[0] + 1, *a[1:], **k) - 1]
         if name in ("view_as_complex", "im2col") or "_pad" in name:  # known for floating-point numbers only
             found = func(a[0].double() + 1, *a[1:], **k)
             return [found if found.is_complex() else found.round().long() - 1]
@@ -492,8 +498,8 @@ class Tracer(Dispatch):
                 gain = new if gain is None else torch.where(gain.expand(out.shape) < 0, new, SEVERAL)
             else:
                 gain, marks = torch.full(out.shape, SEVERAL, device=out.device), marks | {"scaled"}
-        elif isinstance(other, Tensor) and other in self._acts:
-            marks = marks | {"normalised"} if "statistic" in self._acts[other].marks else marks | {"nonlinear"}
+        elif isinstance(other, Tensor) and (own := self._acts.get(other)) is not None and own.marks:
+            marks |= {"normalised" if "statistic" in own.marks else "nonlinear"}
             factor = 1.0
         elif isinstance(other, Tensor) and (other.numel() > 1 or other.is_complex()):
             marks |= (
@@ -518,7 +524,7 @@ class Tracer(Dispatch):
                 node = self.node(int(mine.max()) >> BITS)
                 entries = self._weight(other)[0].flatten().cpu()
                 if node.bias is None and entries.numel() == node.rows:
-                    node.bias = entries
+                    node.bias, node.later = entries, other.detach().flatten().double().cpu()
             marks = marks | {"biased"} if kind == "product" else marks
         elif kind == "product" and not _is_mask(other):
             marks = marks | {"biased"}
@@ -534,33 +540,51 @@ class Tracer(Dispatch):
         ranks = self._rank(x), self._rank(y)
         if max(ranks) > 1:
             best = a if ranks[0] >= ranks[1] else b
-            mark = "biased" if max(ranks) == _RANK["product"] else "added"
-            self._put(out, Origin(_expanded(best.codes, out.shape), best.gain, best.marks | {mark}, best.factor))
+            marks = {"biased" if max(ranks) == _RANK["product"] else "added"}
+            if ranks[0] == ranks[1] == _RANK["product"]:  # one of them may be of positions
+                of_tokens = [o for o in (a, b) if self._of_tokens(o)]
+                best, marks = (of_tokens or [a])[0], marks | ({"summed"} if len(of_tokens) > 1 else set())
+            self._put(out, Origin(_expanded(best.codes, out.shape), best.gain, best.marks | marks, best.factor))
             return
         real = [_real(c) for c in codes]
         numbers = [[n for n in present(c) if n > 0] for c in real]
         if len(numbers[0]) == 1 and numbers[0] == numbers[1]:
             node = self.node(numbers[0][0])
-            same = bool((self.channels(real[0]) == self.channels(real[1])).all())
+            known = (real[0] >= 0) & (real[1] >= 0)
+            same = bool((self.channels(real[0]) == self.channels(real[1]))[known].all())
             if node.kind != "sum" or same:
-                marks = a.marks | b.marks if same else a.marks | b.marks | {"rotated"}
-                self._put(out, replace(a, codes=codes[0], marks=marks))
+                mixed = same and not torch.equal(*real)
+                turned = not same and self._share(y, real[1]) > self._share(x, real[0])  # one of cosines and sines
+                marks = a.marks | b.marks | ({"tokens mixed"} if mixed else set() if same else {"rotated"})
+                self._put(out, replace(b if turned else a, codes=codes[turned], marks=marks))
                 return
         axis = self._axis(real[0])
         axis = self._axis(real[1]) if axis is None else axis
         axis = out.ndim - 1 if axis is None else axis
-        for one in (a, b):
+        sides = tuple(self.vector(c, axis) for c in real)
+        for one, given, other in ((a, x, sides[1]), (b, y, sides[0])):
             if one.gain is not None:
                 self.normed |= {(n & ~OFFSET) >> BITS for n in one.gain.unique().tolist() if 0 <= n < SEVERAL}
             for n in present(one.codes) if not one.codes.is_complex() else ():
                 if n > 0 and self.node(n).kind in ("linear", "apply") and self.node(n).after is None:
-                    self.node(n).after = one
+                    self.node(n).after, self.node(n).onto = one, other.cpu()
+                    self.node(n).added = None if given is out else given
         inner = math.prod(out.shape[axis + 1 :])
-        sides = tuple(self.vector(c, axis) for c in real)
         key = tuple(sorted(bytes(s.cpu().numpy()) for s in sides))
         node = Node("sum", out, rows=out.shape[axis], inner=inner, sides=(a, b))
         node.stream = self._streams.setdefault(key, len(self.nodes))
         self._new(out, node)
+
+    def _share(self, x: Tensor, codes: Tensor) -> float:
+        """The mean factor between numbers and what they were made from: that of a table of angles, for any numbers."""
+        made = self.node(int(codes.max()) >> BITS).out.flatten()[codes & ENTRY]
+        return float((x.expand(codes.shape) / made).abs().nanmean())
+
+    def _of_tokens(self, origin: Origin) -> bool:
+        """Whether both sides of a product are maps of activations."""
+        numbers = [n for side in self.node(int(origin.codes.max()) >> BITS).sides for n in present(_real(side.codes))]
+        made = [self.node(n) for n in numbers if n > 0]
+        return all(node.inputs is not None and bool((node.inputs >= 0).any()) for node in made)
 
     def _multiplied(self, x: Tensor, y: Tensor, out: Tensor) -> None:
         """The product of two activations entry by entry: a gate."""
@@ -642,7 +666,10 @@ class Tracer(Dispatch):
     def _on_mm(self, args: Any, kwargs: Any, out: Tensor, bias: Any = None) -> None:
         x, w = args[0], args[1]
         if self._is_weight(w) and x.ndim == 2:
-            self._linear(x, w.T, out, Node("linear", out, rows=out.shape[-1]), bias)
+            flipped = w.T
+            if w in self._made:
+                self._made[flipped] = self._made[w][0].T, self._made[w][1]
+            self._linear(x, flipped, out, Node("linear", out, rows=out.shape[-1]), bias)
         elif self._is_weight(x) and w in self._acts:
             transposed = w.T
             self._acts[transposed] = self._turned(self._acts[w])
