@@ -9,6 +9,7 @@ from collections import Counter
 import pytest
 import shims
 import torch
+import torch.nn.functional as F
 from click.testing import CliRunner
 from families import HF, TEXT, TOKENS
 from programs import script
@@ -492,6 +493,68 @@ def test_mlps_over_tokens_are_left_alone():
 
     mixer = MlpMixer(img_size=16, patch_size=4, num_blocks=2, embed_dim=24)
     assert [part.name for part in anatomy.mlps(mixer)] == [f"blocks.{i}.mlp_channels" for i in range(2)]
+
+
+class Second(nn.Module):
+    """Attention to its own tokens, or to a second stream if it is given one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.kv, self.o = nn.Linear(24, 24), nn.Linear(24, 48), nn.Linear(24, 24)
+
+    def forward(self, x, context=None):
+        k, v = self.kv(x if context is None else context).chunk(2, -1)
+        q, k, v = (y.unflatten(-1, (3, 8)).transpose(1, 2) for y in (self.q(x), k, v))
+        return self.o(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+class Keyed(Second):
+    def forward(self, hidden_states, attention_mask=None, key_value_states=None):
+        return super().forward(hidden_states, key_value_states)
+
+
+class Multihead(nn.MultiheadAttention):
+    def __init__(self) -> None:
+        super().__init__(24, 3, batch_first=True)
+
+
+class Layer(nn.Module):
+    """Cross-attention only if there is something to attend to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = Keyed(), Keyed()
+
+    def forward(self, x, encoder_hidden_states=None):
+        x = x + self.one(x)
+        return x if encoder_hidden_states is None else x + self.two(x, key_value_states=encoder_hidden_states)
+
+
+class Unguessed(Wrapped):
+    def forward(self, x, more):
+        for block in self.blocks:
+            x = x + block["attn"](x, *more["text"])
+        return x
+
+
+@pytest.mark.parametrize(
+    ("layer", "kinds", "refused"),
+    [
+        *((of, [], 1) for of in (Second, Keyed, Multihead)),
+        (Layer, ["self", "cross"], 0),
+        (lambda: Attention(3, 24, 8), ["self"], 0),
+    ],
+)
+def test_attention_of_a_network_that_cannot_be_run_is_not_taken_for_self_attention(layer, kinds, refused):
+    """Alone, a layer that may be given a second stream is not; a layer that the user hands over is."""
+    found = anatomy.parts_of("attention modules", Unguessed(layer()), strict=None)
+    assert [part.kind for part in found] == kinds
+    assert sum("run alone, it is self- or cross-attention; give" in one.why for one in found.unread) == refused
+    assert anatomy.attention(nn.ModuleList([layer()]), strict=None)[0].kind == "self"
+    if layer is Second:
+        network = Unguessed(layer())
+        network.example_input_array = torch.randn(1, 6, 24), {"text": [torch.randn(1, 7, 24)]}
+        assert [part.kind for part in anatomy.attention(network)] == ["cross"]
 
 
 class Told(Attention):

@@ -12,7 +12,8 @@ from weightscope.anatomy.tracing import Tracer, traced
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 _TOKENS, _IDS = 16, 5
 _SIZES = (64, 32, 224, 28, 16, 8, 96, 128, 256, 384, 512)
-_LIKE_TOKENS = ("key", "value", "k", "v", "context", "memory", "encoder_hidden_states", "key_value_states")
+_KEYS = ("key", "value", "k", "v")
+_LIKE_TOKENS = (*_KEYS, "context", "memory", "encoder_hidden_states", "key_value_states")
 
 
 def traces(
@@ -21,9 +22,11 @@ def traces(
     failed: dict[str, str],
     example: Tensor | None = None,
     used: set[int] | None = None,
+    alone: bool = False,
 ) -> Iterator[tuple[str, Tracer]]:
     """The traces, with their paths, of a module and of those in it that it did not call (all if no input is known).
 
+    What could be called with a second stream or without, and is run `alone` here, has a trace of both.
     `failed` gets the first line of the first error of each module that no input suits; an `example` is tried first.
     Parameters in `used` were seen in other traces.
     """
@@ -31,9 +34,10 @@ def traces(
     if sum(p.ndim > 1 for p in module.parameters()) < 2:  # a lone layer
         return
     called = used.intersection(map(id, module.parameters()))
-    if not called and type(module).forward is not nn.Module.forward:  # else a container, which is never called
-        copied = without_hooks(module)
-        for args, kwargs in inputs(copied, example):
+    coded = type(module).forward is not nn.Module.forward  # else a container, which is never called
+    copied = without_hooks(module)
+    for streams in [] if called or not coded else [True, False] if alone and _streams(module) else [False]:
+        for args, kwargs in inputs(copied, example, streams):
             try:
                 tracer = traced(copied, args, kwargs)
             except Exception as error:  # noqa: BLE001 - a foreign module refuses this kind of input
@@ -43,8 +47,10 @@ def traces(
             yield path, tracer
             used |= {id(tracer.parameters[n]) for node in tracer.nodes if node is not None for n in node.parameters}
             break
+        else:
+            break
     for name, child in module.named_children():  # what was not called, such as the other tower
-        yield from traces(child, f"{path}.{name}".lstrip("."), failed, used=used)
+        yield from traces(child, f"{path}.{name}".lstrip("."), failed, used=used, alone=alone or coded)
 
 
 def without_hooks(module: nn.Module, seen: dict[int, nn.Module] | None = None) -> nn.Module:
@@ -63,7 +69,13 @@ def without_hooks(module: nn.Module, seen: dict[int, nn.Module] | None = None) -
     return seen[id(module)]
 
 
-def inputs(module: nn.Module, example: Any = None) -> Iterator[Inputs]:
+def _streams(module: nn.Module) -> bool:
+    """Whether a layer may be called with another stream of tokens than its first one."""
+    named = inspect.signature(module.forward).parameters.values()
+    return any(p.name in _LIKE_TOKENS and (p.default is not p.empty or p.name in _KEYS) for p in named)
+
+
+def inputs(module: nn.Module, example: Any = None, streams: bool = False) -> Iterator[Inputs]:
     """What a module may take: an example, its own one (Lightning's `example_input_array`), what it states, tokens."""
     like = next((p for p in module.parameters() if p.is_floating_point()), torch.zeros(1))
     draw = torch.Generator().manual_seed(0)
@@ -102,7 +114,7 @@ def inputs(module: nn.Module, example: Any = None) -> Iterator[Inputs]:
             side = int(count**0.5)
             maps = [(1, width, side, side), (1, side, side, width)] if side**2 == count else []
             for shape in [(count, 1, width) if sequence_first else (1, count, width), *maps]:
-                yield from _called(module, noise, shape)
+                yield from _called(module, noise, shape, streams)
     if not isinstance(first, nn.Embedding):
         yield (ids,), {}
 
@@ -135,8 +147,8 @@ def _counts(module: nn.Module) -> list[int]:
     return out
 
 
-def _called(module: nn.Module, noise: Any, shape: tuple[int, ...]) -> Iterator[Inputs]:
-    """A layer called with tokens, and what else its parameters ask for by name."""
+def _called(module: nn.Module, noise: Any, shape: tuple[int, ...], streams: bool) -> Iterator[Inputs]:
+    """A layer called with tokens, what else its parameters ask for by name, and if so all `streams` that it takes."""
     named = list(inspect.signature(module.forward).parameters.values())
     named = [p for p in named if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     if not named:
@@ -147,9 +159,9 @@ def _called(module: nn.Module, noise: Any, shape: tuple[int, ...]) -> Iterator[I
         needed = p.default is inspect.Parameter.empty
         if p is named[0]:
             given[p.name] = x
-        elif p.name in _LIKE_TOKENS and (needed or isinstance(module, nn.MultiheadAttention)):
+        elif p.name in _LIKE_TOKENS and (needed or streams):
             width = getattr(module, {"key": "kdim", "value": "vdim"}.get(p.name, ""), None) or shape[-1]
-            same = p.name in ("key", "value", "k", "v") and width == shape[-1]
+            same = p.name in _KEYS and width == shape[-1] and not streams
             given[p.name] = x if same else noise(*shape[:-1], width)
         elif p.name == "position_embeddings" and needed:
             width = getattr(module, "head_dim", None) or getattr(getattr(module, "self_attn", None), "head_dim", None)

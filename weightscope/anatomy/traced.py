@@ -59,7 +59,10 @@ def _read(tensors: ModuleTensors) -> Reading:
             for one in find(tensors, tracer, prefix):
                 if masked and isinstance(one, AttentionPart) and one.causal is False:
                     one = replace(one, causal=None)
-                found[kind].setdefault(_identity(one), one)
+                first = found[kind].setdefault(_identity(one), one)
+                if isinstance(first, AttentionPart) and isinstance(one, AttentionPart) and first.kind != one.kind:
+                    why = "(run alone, it is self- or cross-attention; give the model an attribute example_input_array)"
+                    found[kind][_identity(one)] = Unread(tensor_of(one), why, path=one.name)
     return {kind: [_with(one, None) for one in ones.values()] for kind, ones in found.items()}, used, failed
 
 
