@@ -11,9 +11,17 @@ from references_init import low_rank_product
 from torch import nn
 
 from weightscope import anatomy
-from weightscope.errors import SpecError
+from weightscope.anatomy import ssm
+from weightscope.errors import AnatomyError, SpecError
 from weightscope.init import mimetic_ssm_, repeat_layer_, ssm_from_attention_, transfer_
-from weightscope.networks.sequences import CausalTransformer, Mamba
+from weightscope.networks.sequences import (
+    CausalTransformer,
+    Mamba,
+    Mamba2Mixer,
+    MambaMixer,
+    Selected,
+    causal_convolution,
+)
 
 COMPONENTS = {
     "a": {"A_log"},
@@ -55,6 +63,64 @@ def test_queries_and_keys_become_outputs_and_inputs(version, heads):
             product = source.scale * source.read("q")[g].double() @ source.read("k")[g].double().T
             torch.testing.assert_close(c[rows].T @ b[rows], low_rank_product(product, 4), atol=1e-6, rtol=1e-5)
             assert part.read("B").abs().sum(1).min() > 0  # states that the head leaves free can still learn
+
+
+class Ordered(MambaMixer):
+    """Mamba with the rows of x_proj in another order, or those of in_proj if the gate is first."""
+
+    order = ("dt", "B", "C")
+    gate_first = False
+
+    def select(self, x):
+        inner, gate = self.in_proj(x).chunk(2, dim=-1)[:: -1 if self.gate_first else 1]
+        inner = nn.functional.silu(causal_convolution(self.conv1d, inner))
+        parts = self.named(self.x_proj(inner))
+        delta = nn.functional.softplus(parts["dt"] @ self.dt_proj.weight.T + self.dt_proj.bias)
+        return Selected(inner, delta, -self.A_log.exp(), parts["B"][:, :, None], parts["C"][:, :, None], self.D, gate)
+
+    def named(self, x, dim=-1):
+        sizes = [self.rank if name == "dt" else self.state for name in self.order]
+        return dict(zip(self.order, x.split(sizes, dim), strict=True))
+
+
+class Swapped(Mamba2Mixer):
+    """Mamba-2 with the rows of C before those of B."""
+
+    def _select(self, x):
+        inner, delta, b, c, gate = super()._select(x)
+        return inner, delta, c, b, gate
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(("dt", "B", "C"))))
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_rows_are_those_that_the_forward_pass_uses(order, wrapped):
+    mixer = Ordered(16, state=4)
+    mixer.order = order
+    torch.nn.init.zeros_(mixer.out_proj.weight)  # no number of the weights is looked at
+    model = nn.Sequential(nn.Embedding(9, 16), mixer) if wrapped else mixer
+    before = {name: rows.detach().clone() for name, rows in mixer.named(mixer.x_proj.weight, 0).items()}
+    (part,) = anatomy.ssms(model)
+    assert all(torch.equal(part.read(name), before[name]) for name in "BC")
+    assert all(p.requires_grad and p.grad is None for p in model.parameters())
+    mimetic_ssm_(model)
+    after = mixer.named(mixer.x_proj.weight, 0)
+    assert torch.equal(after["C"], (before["B"] + before["C"]) / 2)
+    assert all(torch.equal(after[name], before[name]) for name in ("dt", "B"))
+
+
+def test_other_orders_are_refused():
+    mixer = Ordered(16, state=4)
+    mixer.gate_first = True
+    with pytest.raises(AnatomyError, match=r"rows of `in_proj` in another order than that of Mamba, for which"):
+        mimetic_ssm_(mixer)
+    with pytest.raises(AnatomyError, match=r"rows of `in_proj` in another order than that of Mamba-2"):
+        mimetic_ssm_(Swapped(16, state=4, head_width=8))
+
+
+@pytest.mark.parametrize("name", ["hf-mamba", "hf-mamba2"])
+def test_mixers_of_transformers_are_run(name):
+    for part in anatomy.ssms(built(name)):
+        assert ssm._reach(built(name).get_submodule(part.name), part) is not None
 
 
 def test_an_embedding_is_recycled_across_families():

@@ -1,10 +1,29 @@
-"""The parameters of Mamba and Mamba-2 layers, as named by transformers and by mamba_ssm."""
+"""The parameters of Mamba and Mamba-2 layers, as named by transformers and by mamba_ssm.
 
-from dataclasses import dataclass, field
+Which rows of a projection are which, the forward pass of a module decides if it runs; else the usual order is taken.
+"""
+
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Literal
+from typing import Any, Literal
 
-from weightscope.anatomy.tensors import InSlots, NamedTensors, Parts, Slot, Unread, in_layers, path_of, places
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from weightscope.anatomy.running import inputs, without_hooks
+from weightscope.anatomy.tensors import (
+    InSlots,
+    ModuleTensors,
+    NamedTensors,
+    Parts,
+    Slot,
+    Unread,
+    in_layers,
+    path_of,
+    places,
+    span,
+)
 from weightscope.errors import AnatomyError
 
 _STATE = ("ssm_state_size", "d_state", "state_size", "mamba_d_state")
@@ -64,7 +83,8 @@ def find(tensors: NamedTensors) -> Parts[SSMPart]:
 
     def build(prefix: str, version: int) -> SSMPart | None:
         fits = all(len(tensors.shape(prefix + name)) == axes for name, axes in _NAMES[version].items())
-        return _BUILD[version](tensors, prefix) if fits else None
+        part = _BUILD[version](tensors, prefix) if fits else None
+        return part if part is None or not isinstance(tensors, ModuleTensors) else _as_run(tensors, part)
 
     found = places(tensors, {version: tuple(names) for version, names in _NAMES.items()}, build)
     known = set(map(path_of, found))
@@ -131,3 +151,74 @@ def _mamba2(tensors: NamedTensors, prefix: str) -> SSMPart:
 
 
 _BUILD = {1: _mamba1, 2: _mamba2}
+
+
+# -- what a forward pass shows
+
+
+def _as_run(tensors: ModuleTensors, part: SSMPart) -> SSMPart:
+    """The part with those rows of B and C that its forward pass uses so; AnatomyError if it has no such rows."""
+    found = _reach(tensors.module.get_submodule(part.name), part)
+    if found is None:
+        return part
+    slots = dict(part._weights)
+    for name, (own, later) in found.items():
+        rows = torch.arange(len(own))
+        mine = {key: rows[slot.rows] for key, slot in slots.items() if slot.name.endswith(f"{name}.weight")}
+        if name == "x_proj":  # the step is 0 for all
+            mine = {"B": rows[later], "C": rows[own & ~later]}
+            slots |= {key: replace(slots[key], rows=span(lines, len(rows))) for key, lines in mine.items()}
+        reached = {key: later[lines] for key, lines in mine.items()}
+        seen = {key: bool(one.any() if key == "C" else not one.all()) for key, one in reached.items()}
+        if len(mine.get("B", ())) != len(mine.get("C", ())) or any(seen.values()):
+            raise AnatomyError(
+                f"`{part.name}`: its forward pass shows rows of `{name}` in another order than that of "
+                f"Mamba{'-2' * (part.version == 2)}, for which weightscope has no names"
+            )
+    return replace(part, _weights=slots)
+
+
+def _reach(mixer: nn.Module, part: SSMPart) -> dict[str, tuple[Tensor, Tensor]] | None:
+    """The rows of projections that act on their own token, and on later ones through the state; None if it cannot run.
+
+    Derivatives of the outputs of the first and the last token with respect to what called projections give, with random
+    weights and steps that are the same for all tokens. C acts on its own token only, B and the input on later ones.
+    """
+    run, draw = without_hooks(mixer), torch.Generator().manual_seed(0)
+    for inner in run.modules():
+        for name, p in inner._parameters.items():
+            if p is not None and p.is_floating_point():
+                drawn = (
+                    torch.randn(p.shape, generator=draw) / p[0].numel() ** 0.5 if p.ndim > 1 else torch.ones(p.shape)
+                )
+                inner._parameters[name] = nn.Parameter(drawn.to(p), requires_grad=False)
+    given: dict[str, Tensor] = {}
+    taps = part._tensors.shape(part._weights["conv_weight"].name)[-1]
+    apart = {"x_proj": 1, "in_proj": taps} if part.version == 1 else {"in_proj": taps}
+    for name in apart:
+
+        def leaf(_: Any, __: Any, out: Tensor, name: str = name) -> Tensor:
+            given[name] = out.detach().requires_grad_()
+            return given[name]
+
+        run.get_submodule(name).register_forward_hook(leaf)
+    if part.version == 1:
+        run.get_submodule("dt_proj")._parameters["weight"].zero_()  # type: ignore[union-attr]
+    for args, kwargs in inputs(run):
+        try:
+            with torch.enable_grad():
+                out = next(x for x in tree_leaves(run(*args, **kwargs)) if isinstance(x, Tensor)).flatten(0, -2)
+            return {name: _derivatives(out, here, apart[name]) for name, here in given.items()}
+        except Exception:  # noqa: BLE001 - a foreign module refuses this kind of input
+            continue
+    return None
+
+
+def _derivatives(out: Tensor, given: Tensor, distance: int) -> tuple[Tensor, Tensor]:
+    """Which rows act on their own token, and on one at least `distance` later or earlier."""
+    own, later = torch.zeros(2, given.shape[-1], dtype=torch.bool)
+    for token in (0, len(out) - 1):
+        found = torch.autograd.grad(out[token].square().sum(), given, retain_graph=True)[0].flatten(0, -2).cpu() != 0
+        far = (torch.arange(len(out)) - token).abs() >= distance
+        own, later = own | found[token], later | found[far].any(0)
+    return own, later
