@@ -350,6 +350,44 @@ def test_attention_head_dim_is_the_number_of_heads_of_stable_diffusion_and_attn2
     assert [part.heads for part in parts] == [8, 8]
 
 
+@pytest.mark.parametrize(
+    ("config", "notes", "scale"),
+    [
+        (like("gemma3n_text", head_dim=8), {"activated"}, 1.0),  # values are normalised without a weight
+        (like("gemma4_text", head_dim=4, global_head_dim=8), {"activated"}, 1.0),
+        (like("afmoe", head_dim=8), {"gated"}, 8**-0.5),
+        (like("gemma2", query_pre_attn_scalar=256), set(), 1 / 16),
+        (like("granite", attention_multiplier=0.015625), set(), 1 / 64),
+        (like("llama", head_dim=8), set(), 8**-0.5),
+    ],
+    ids=lambda value: value["model_type"] if isinstance(value, dict) else "",
+)
+def test_what_an_architecture_does_to_values_and_logits(config: dict[str, Any], notes: set[str], scale: float) -> None:
+    state = separate(matrices(), "model.layers.0.self_attn", LLAMA)
+    (part,) = anatomy.attention(state, config)
+    assert (part.notes, part.scale) == (notes, pytest.approx(scale))
+    assert bool(products(state, config=config).select("vo")) == ("activated" not in notes)
+
+
+@pytest.mark.parametrize(("heads", "fits"), [(4, True), (8, False), (2, False)])
+def test_heads_and_their_width_are_those_of_the_matrices(heads: int, fits: bool) -> None:
+    """Of Inkling's and Laguna's layers, some have other heads than `num_attention_heads`."""
+    state = separate(matrices(), "model.layers.0.self_attn", LLAMA)
+    config = {"num_attention_heads": heads, "head_dim": 8}
+    if fits:
+        assert anatomy.attention(state, config)[0].heads == heads
+    else:
+        with pytest.raises(AnatomyError, match=f"found 32 query rows, and the config states {heads} heads of width 8"):
+            anatomy.attention(state, config)
+
+
+def test_reduced_keys_and_assignments_are_no_self_attention() -> None:
+    names = ("query", "key", "value", "out_proj")
+    state = separate(matrices(), "encoder.0.attention", names) | separate(matrices(), "pre_assign_attn.attn", LLAMA)
+    state["encoder.0.attention.spatial_reduction.weight"] = torch.zeros(32, 32, 2, 2)  # PVTv2, GroupViT
+    assert {part.kind for part in anatomy.attention(state, {"num_attention_heads": 4})} == {"cross"}
+
+
 # --- norms and scales ------------------------------------------------------------------------------------------------
 
 

@@ -13,7 +13,8 @@ The tables in `architectures/*.toml` are named after their rows; each has
     packed, rows            the packed weights whose rows are in an order of `attention_modules.LAYOUTS`
     norm, after, offset     the norm beside the attention, whether it acts after it, what is added to its weight
     heads, head_widths      keys of the config; `head_width` where it states none
-    logits                  their factor, if not 1 / sqrt(k)
+    logits                  their factor, if neither 1 / sqrt(k) nor in the config
+    notes                   what else there is in the attention, of `attention_part.NOTES`
 
 and `names.toml` has the names of weights.
 """
@@ -55,6 +56,7 @@ class Architecture:
     head_widths: list[str] = field(default_factory=list)
     head_width: int = 0
     logits: float | None = None
+    notes: list[str] = field(default_factory=list)
 
 
 @cache

@@ -35,7 +35,9 @@ from weightscope.errors import AnatomyError, DataError, UsageError
 Scheme = tuple[str, str, str]  # names of weights; equal ones denote packed rows
 
 _CROSS = re.compile(
-    r"cross|\bencoder_attn\b|\bencdec|\benc_dec|\bencoder_decoder|\battn_pool|\bmultihead_attn$", re.IGNORECASE
+    r"cross|\bpre_assign_attn|\bassign$|\bencoder_attn\b|\bencdec|\benc_dec|\bencoder_decoder|\battn_pool|"
+    r"\bmultihead_attn$",
+    re.IGNORECASE,
 )
 
 
@@ -149,6 +151,12 @@ class _Reader:
             keys = next((one.heads for one in kin if one.heads), None)
             heads, scope = tensors.of_width(path, keys or names("heads"), width)
             scope = None if keys else scope
+            own_widths = [n for key in names("head_widths") if (n := tensors.of_width(path, [key], width)[0])]
+            if heads and own_widths and not {units, inner} & {heads * n for n in own_widths}:
+                raise AnatomyError(
+                    f"`{path}`: found {units} query rows, and the config states {heads} heads of width {own_widths[0]}"
+                    "; pass --heads PART=H,PART=H (config={'heads': {PART: H}})"
+                )
         if heads is None:
             widths = [*names("head_widths"), *(key for one in kin for key in one.head_widths)]
             each, _ = tensors.of_width(path, widths, width)
@@ -328,15 +336,22 @@ def _part(
         rotary=kind == "self" and _states_rotation(tensors, path),
         causal=None,
         normalised=any(prefix + name in tensors for name in (*names("query_norms"), "logit_scale")),
-        scale=next((one.logits for one in kin if one.logits is not None), k**-0.5),
+        scale=next((one.logits for one in kin if one.logits is not None), _stated_scale(tensors, path) or k**-0.5),
         positional=any(prefix + name in tensors for name in _POSITIONAL),
         numbers=tuple(range(heads)),
+        notes=frozenset(note for one in kin for note in one.notes),
         norm=_norm(tensors, path, width, kin) if kind == "self" else "queries and keys read two streams",
         layer_scale=_layer_scale(tensors, path, width),
         _tensors=tensors,
         _weights=slots,
         _biases={name: slot if name == "o" else replace(slot, shape=blocks[name]) for name, slot in biases.items()},
     )
+
+
+def _stated_scale(tensors: NamedTensors, path: str) -> float | None:
+    """The factor of the logits that a config states: of Gemma by a width, of Granite itself."""
+    width = tensors.hint(path, ("query_pre_attn_scalar",), (int, float))
+    return width**-0.5 if width else tensors.hint(path, ("attention_multiplier",), (int, float))
 
 
 def _head_sizes(path: str, sizes: dict[str, tuple[int, int]], heads: int) -> tuple[int, int, int]:
