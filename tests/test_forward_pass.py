@@ -557,6 +557,17 @@ def test_attention_of_a_network_that_cannot_be_run_is_not_taken_for_self_attenti
         assert [part.kind for part in anatomy.attention(network)] == ["cross"]
 
 
+@pytest.mark.parametrize("network", [Wrapped, Unguessed])
+@pytest.mark.parametrize("kind", ["plain", *REFUSED])
+def test_one_block_in_three_places_is_one(network, kind):
+    found = anatomy.parts_of("attention modules", network(*[Attention(3, 24, 8, kind)] * 3), strict=None)
+    assert (len(found), found.layers, [one.path for one in found.unread]) == (
+        (1, 1, []) if kind == "plain" else (0, 1, ["blocks.0.attn"])
+    )
+    apart = anatomy.parts_of("attention modules", network(*(Attention(3, 24, 8, kind) for _ in range(3))), strict=None)
+    assert apart.layers == len(apart) + len(apart.unread) == 3
+
+
 class Told(Attention):
     """Its kind is a setting that others hold."""
 

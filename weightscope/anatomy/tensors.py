@@ -599,7 +599,8 @@ def _resembling(
     parts = [one for one in found if not isinstance(one, Unread)]
     done = {tensors.identity(slot.name) for part in parts for slot in part._weights.values()}
     modules: dict[str, list[str]] = {}
-    for name in (name for name in tensors.names if tensors.identity(name) not in done):
+    once = {tensors.identity(name): name for name in reversed(tensors.names)}  # of tied tensors, the first name
+    for name in (name for name in tensors.names if once[key := tensors.identity(name)] == name and key not in done):
         shape = tensors.shape(name)
         stack = len(shape) == 3 and min(shape[1:]) > 1  # of matrices (experts)
         matrix = len(shape) >= 2 and min(shape[:2]) > 1 and all(n == 1 for n in shape[2:])  # or a 1 x 1 convolution

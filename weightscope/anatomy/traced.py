@@ -105,19 +105,23 @@ def _with_named(tensors: ModuleTensors, kind: str, named: Sequence[Any], shows: 
     parts = (one for one in ones if not isinstance(one, Unread))
     seen = {tensors.identity(slot.name) for part in parts for slot in part._weights.values()}
     ran = set(map(tensors.identity, used))  # of tied tensors, one name
-    paths = set(map(path_of, found[kind]))
+
+    def tied(names: Sequence[str], path: str = "") -> frozenset[Any]:
+        return frozenset(tensors.identity(f"{path}.{name}".lstrip(".")) for name in names)
+
+    done = {tied(tensors.under(path), path) for path in map(path_of, found[kind])}
     for one in named:
         path, slots = path_of(one), [] if isinstance(one, Unread) else one._weights.values()
-        names = [slot.name for slot in slots] or [f"{path}.{name}".lstrip(".") for name in tensors.under(path)]
-        own = set(map(tensors.identity, names))
+        own = tied([slot.name for slot in slots]) or tied(tensors.under(path), path)
+        if own in done or own & seen:
+            continue
+        done.add(own)
         why = f"(its forward pass shows {shows})"
         if not own & ran:
             words = path.split(".")
             coded = next((p for n in range(len(words), -1, -1) if _has_code(tensors, p := ".".join(words[:n]))), path)
             said = f" on random inputs: {failed[coded]}" if coded in failed else " on random inputs"
             why = f"(`{coded}` could not be run{said}; give the model an attribute example_input_array)"
-        elif own & seen or path in paths:
-            continue
         ones.append(Unread(tensor_of(one), why, path=path))
     order = {name: i for i, name in enumerate(tensors.every)}
     return sorted(ones, key=lambda one: order.get(tensor_of(one), len(order)))
