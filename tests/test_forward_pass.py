@@ -650,6 +650,45 @@ RECIPE = {
 }
 
 
+def centred(h):
+    return F.gelu(h) - F.gelu(h).mean(-1, keepdim=True)
+
+
+BETWEEN = {  # what is between the two matrices of an MLP -> how many times as wide the first one is
+    *(("gelu", F.gelu, 1), ("in place", lambda h: h.relu_().square_(), 1), ("slopes", lambda h: SLOPES(h.mT).mT, 1)),
+    *(("batch norm", lambda h: SCALES(h.relu().mT).mT, 1), ("silu", lambda h: h * h.sigmoid(), 1)),
+    *(("neighbours", lambda h: F.gelu(TAPS(h.mT).mT), 1), ("bounds", lambda h: h.clamp(-1, 0.5), 1)),
+    *(("gate", lambda h: h.chunk(2, -1)[0] * F.silu(h.chunk(2, -1)[1]), 2), ("steps", lambda h: (h > 0) * h, 1)),
+}
+MIXED = {
+    *(("maxout", lambda h: torch.maximum(*h.chunk(2, -1)), 2), ("centred", centred, 1)),
+    *(
+        ("top k", lambda h: h.relu() * (h >= h.topk(8, -1).values[..., -1:]), 1),
+        ("softmax", lambda h: h.softmax(-1), 1),
+    ),
+    *(("sorted", lambda h: h.sort(-1).values.relu(), 1), ("sums", lambda h: h.relu().cumsum(-1), 1)),
+    *(("layer norm", lambda h: F.layer_norm(F.gelu(h), (32,)), 1), ("energy", lambda h: h.relu() / (1 + h.norm()), 1)),
+    *(("share", lambda h: F.silu(h.chunk(2, -1)[0] - h.mean()) * h.chunk(2, -1)[1], 2),),
+}
+SCALES, SLOPES, TAPS = nn.BatchNorm1d(32).eval(), nn.PReLU(32), nn.Conv1d(32, 32, 3, padding=1, groups=32)
+
+
+class Middle(nn.Module):
+    def __init__(self, function, wide):
+        super().__init__()
+        self.fc1, self.fc2, self.function = nn.Linear(12, 32 * wide), nn.Linear(32, 12), function
+
+    def forward(self, x):
+        return x + self.fc2(self.function(self.fc1(x)))
+
+
+@pytest.mark.parametrize(("name", "function", "wide"), sorted([*BETWEEN, *MIXED], key=lambda row: row[0]))
+def test_what_is_between_the_matrices_of_an_mlp_is_a_function_of_each_unit(name, function, wide):
+    network = nn.Sequential(*(Middle(function, wide) for _ in range(2)))
+    found = anatomy.parts_of("MLPs", network, strict=None)
+    assert len(found) == 2 * ((name, function, wide) in BETWEEN)
+
+
 study = functools.cache(lambda: script("analyses/audit_power/run.py"))
 
 

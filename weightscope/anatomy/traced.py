@@ -1,10 +1,11 @@
 """The parts of a module as its forward pass shows them, and what is only called like one."""
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from weightscope.anatomy import attention_modules, mlp
@@ -25,7 +26,7 @@ from weightscope.anatomy.tensors import (
     span,
     tensor_of,
 )
-from weightscope.anatomy.tracing import BITS, ENTRY, Node, Origin, Tracer, Weight
+from weightscope.anatomy.tracing import BITS, ENTRY, Node, Origin, Rerun, Tracer, Weight
 from weightscope.errors import AnatomyError
 
 Reading = tuple[dict[str, list[Any]], set[str], dict[str, str]]
@@ -134,28 +135,53 @@ def _has_code(tensors: ModuleTensors, path: str) -> bool:
 # -- MLPs: a linear map, a function of each unit, and a linear map back to the stream
 
 
-def _mlps(tensors: ModuleTensors, tracer: Tracer, prefix: str) -> Iterator[MLPPart]:
+def _mlps(tensors: ModuleTensors, tracer: Tracer, prefix: str) -> list[MLPPart]:
     """The MLPs of one trace, in the order in which they run."""
     streams = any(node is not None and node.kind == "sum" for node in tracer.nodes)
     names = [f"{prefix}{name}" for name in tracer.names]
+    found = []
     for node in tracer.nodes:
         if node is None or node.kind != "linear" or node.weight is None or node.inputs is None or node.scales:
             continue
         if streams and node.after is None:
             continue  # a head or an embedding: nothing is added to a stream
-        found = _sides(tracer, node)
-        if found is None:
+        sides = _sides(tracer, node)
+        if sides is None:
             continue
-        (first, units), gate = found
+        (first, units), gate = sides
         assert first.weight is not None
         if first.weight.columns != node.rows or not _reads_channels(tracer, first) or first.scales:
             continue
         part = _mlp(tensors, tracer, names, node, first, units, gate)
         if part is not None:
-            yield part
+            found.append((part, node, [(first, units), *([gate] if gate else [])]))
+    mixed = _mixed(tracer, [(node, sides) for _, node, sides in found])
+    return [part for part, node, _ in found if node.step not in mixed]
 
 
 Side = tuple[Node, Tensor]
+
+
+def _mixed(tracer: Tracer, found: Sequence[tuple[Node, list[Side]]]) -> set[int]:
+    """The second maps of MLPs, by the number of their operation, of which an input depends on several units.
+
+    In another run, half of the units change; what is read of the others must not.
+    """
+    rows: dict[int, tuple[Node, Tensor]] = {}
+    draw = torch.Generator().manual_seed(0)
+    chosen = {node.step: torch.rand(len(sides[0][1]), generator=draw) < 0.5 for node, sides in found}
+    for node, sides in found:
+        for first, units in sides:
+            rows.setdefault(first.step, (first, torch.zeros(first.rows, dtype=torch.bool)))[1][
+                units[chosen[node.step]]
+            ] = True
+    ends = {node.step: node for node, _ in found}
+    if not found:
+        return set()
+    tracer.run(plain := Rerun(ends, rows, None))
+    tracer.run(changed := Rerun(ends, rows, plain))
+    apart = {n: (plain.read[n] - changed.read[n]).abs().amax(0).cpu() for n in ends}
+    return {n for n, x in apart.items() if bool((x[~chosen[n]] > 1e-3 * x.amax()).any())}
 
 
 def _sides(tracer: Tracer, node: Node) -> tuple[Side, Side | None] | None:

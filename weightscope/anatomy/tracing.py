@@ -40,6 +40,7 @@ _NORMS = words(
     "native_layer_norm native_group_norm native_batch_norm _native_batch_norm_legit_no_training batch_norm "
     "_native_batch_norm_legit cudnn_batch_norm _fused_rms_norm rms_norm"
 )
+_MAPS = words("mm addmm bmm baddbmm convolution")
 _SOFTMAX = words("_softmax softmax _safe_softmax _log_softmax _masked_softmax")
 _SAME = words("native_dropout dropout masked_fill masked_fill_ bernoulli_ cumsum sort")  # hand on, and are linear
 _BOUNDS = words("clamp clamp_min clamp_max minimum maximum where nan_to_num hardtanh")
@@ -86,6 +87,7 @@ class Node:
     kind: Kind
     out: Tensor
     path: str = ""  # of the module in whose forward pass it was made
+    step: int = 0  # number of maps and products until then
     rows: int = 1  # channels of the output
     inner: int = 1  # numbers after the channel axis
     weight: Weight | None = None  # of a linear map of tokens
@@ -118,16 +120,52 @@ SEVERAL, OFFSET = 1 << 62, 1 << 61
 class Dispatch(TorchDispatchMode):
     """Sees each operation of what runs in it."""
 
+    step = 0  # number of maps and products so far
+
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False  # what runs here is not compiled; else torch imports its compiler, which takes a second
 
 
+class Rerun(Dispatch):
+    """Keeps what some maps read and give, by the number of the operation.
+
+    After an `earlier` run, `rows` of others (some channels of a node) change, and the former give what they gave.
+    """
+
+    def __init__(
+        self, ends: dict[int, "Node"], rows: dict[int, tuple["Node", Tensor]], earlier: "Rerun | None"
+    ) -> None:
+        super().__init__()
+        self.ends, self.rows, self.earlier = ends, rows, earlier
+        self.read: dict[int, Tensor] = {}
+        self.out: dict[int, Tensor] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out, name = func(*args, **(kwargs or {})), func._schema.name.partition("::")[2]
+        if name not in _MAPS:
+            return out
+        self.step += 1
+        if self.earlier and self.step in self.rows:
+            node, chosen = self.rows[self.step]
+            out = torch.where(chosen.to(out.device)[_counted(out) // node.inner % node.rows], -out - out.std(), out)
+        if self.step in self.ends:
+            x = args["add" in name]
+            x = x.movedim(1, -1) if name == "convolution" else x
+            self.read[self.step] = x.reshape(-1, x.shape[-1]).clone()
+            if self.earlier:
+                out = self.earlier.out[self.step]
+            else:
+                self.out[self.step] = out.clone()
+        return out
+
+
 class Tracer(Dispatch):
     """Follows the numbers of one forward pass; `nodes` is what it found, in order."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, run: Callable[[Dispatch], None]) -> None:
         super().__init__()
+        self.run = run
         self.nodes: list[Node | None] = [None]
         self.names: list[str] = []
         self.parameters: list[Tensor] = []
@@ -235,7 +273,7 @@ class Tracer(Dispatch):
         return bool(((channels == channels.amax(dims, keepdim=True)) | (channels < 0)).all())
 
     def _new(self, out: Tensor, node: Node) -> Node:
-        node.path, node.version = self.path, out._version
+        node.path, node.step, node.version = self.path, self.step, out._version
         self._acts[out] = Origin(_counted(out) | len(self.nodes) << BITS)
         self.nodes.append(node)
         return node
@@ -253,6 +291,7 @@ class Tracer(Dispatch):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
+        self.step += func._schema.name.partition("::")[2] in _MAPS
         try:
             self._follow(func, args, kwargs, out)
         except (RuntimeError, IndexError, TypeError, ValueError, KeyError) as error:  # an unusual form of an operation
@@ -452,6 +491,11 @@ class Tracer(Dispatch):
                 return
             origin = self._acts[best]
             marks, gain = origin.marks, origin.gain
+            if base in ("maximum", "minimum") and any(
+                not torch.equal(self._acts[t].codes, origin.codes) for t in whole
+            ):
+                self._unknown(out)  # of two maps
+                return
             if base in _BOUNDS and best.shape == out.shape and torch.equal(best, out):  # bounds that are not reached
                 self._put(out, origin)
                 return
@@ -847,8 +891,13 @@ def single_operations() -> Iterator[None]:
 
 def traced(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tracer:
     """The tracer of one call of a module in evaluation mode; errors of the call are the module's own."""
-    tracer = Tracer(module)
+
+    def run(mode: Dispatch) -> None:
+        with single_operations(), torch.random.fork_rng(), mode:
+            module(*args, **kwargs)
+
+    tracer = Tracer(module, run)
     tracer.enter((args, kwargs))
-    with single_operations(), torch.random.fork_rng(), _paths(module, tracer), tracer:
-        module(*args, **kwargs)
+    with _paths(module, tracer):
+        run(tracer)
     return tracer
