@@ -22,8 +22,10 @@ def packed(header):
 
 
 SOUND = save({"a": torch.ones(4), "b": torch.ones(3, 3)})
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:abc\nsize 123\n"
 HEADERS = {
     "truncated": (SOUND[:-5], "it is truncated, damaged or not a safetensors file.*not fully covered"),
+    "git LFS": (POINTER, "found a pointer file of git LFS; run `git lfs pull`"),
     "no JSON": (packed(b"hello world"), "not a safetensors file.*header"),
     "unknown dtype": (
         packed(b'{"a": {"dtype": "F33", "shape": [2], "data_offsets": [0, 8]}}'),
@@ -88,6 +90,7 @@ PICKLES = {
     "attribute of a function": (attribute_of_a_function(), DAMAGED),
     "whole module": (saved(MODULE), r"an object of torch\.nn\.modules\.container\.Sequential.*save model\.state_dict"),
     "text": (b"hello world", DAMAGED),
+    "git LFS": (POINTER, "found a pointer file of git LFS"),
     "list": (saved([torch.ones(2)]), "expected a dictionary of tensors, found list"),
     "TorchScript": (torch_script(), "TorchScript"),
     "truncated": (saved({"a": torch.ones(300)})[:-400], DAMAGED),

@@ -116,7 +116,7 @@ REFUSED = {
         ),
         (wi.mimetic_attention_, lambda: Tied("v", "k"), {}, "found `maps.k.weight` as k of `maps` and v of `maps`"),
         (wi.mimetic_attention_, lambda: Tied("o", "v"), {"parts": "vo"}, "as v of `maps` and o of `maps`"),
-        (wi.mimetic_attention_, lambda: twice("q"), {}, "found `0.maps.q.weight` as q of `0.maps` and q of"),
+        (wi.mimetic_attention_, lambda: twice("q"), {}, "found `0.maps.q.weight` as q of `0.maps` and q of the module"),
         (wi.impulse_attention_, lambda: Tied("k", "q"), {"grid": (4, 4)}, "as q of `maps` and k of `maps`"),
         (wi.zero_init_, lambda: Tied("v", "k"), {}, "as k of `maps` and v of `maps`"),
         (wi.t_fixup_, lambda: twice("fc2"), {}, "found `0.maps.fc2.weight` as fc2"),

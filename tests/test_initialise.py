@@ -157,7 +157,10 @@ def test_an_audit_at_once_and_without_a_file(tmp_path, capsys, monkeypatch):
         ((":small", "--init", "mimetic_mlp(gamma=2)", "-o", "a.pt"), "no parameter 'gamma'"),
         ((":small", "--init", "mimetic_ssm", "-o", "a.pt"), "expected state-space layers"),
         ((":small", "--init", "mimetic_mlp", "--option", "x=1", "-o", "a.pt"), "unexpected keyword argument 'x'"),
-        ((":tied", "--init", "xavier", "-o", "a.safetensors"), "name a .pt file, which keeps them"),
+        (
+            (":tied", "--init", "xavier", "-o", "a.safetensors"),
+            "`0.weight`, `1.weight` are one tensor, which .safetensors does not keep; name a .pt file",
+        ),
         ((":beside_another_torchvision", "--init", "mimetic_mlp", "-o", "a.pt"), "build of torch"),
         (("timm:x", "--init", "mimetic_mlp", "-o", "a.pt"), "timm:x: .*; `pip install timm`"),
         (("hf:x", "--init", "mimetic_mlp", "-o", "a.pt"), "expected the name of a folder"),

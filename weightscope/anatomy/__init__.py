@@ -87,10 +87,9 @@ def _refusal(kind: str, unread: Sequence[Unread], parts: int, caller: str) -> st
         step = "none can be used"
     elif caller:
         step = f"strict=False uses the {parts} that were read and lists the others"
-    return (
-        f"expected {kind} that can be read, found {len(unread)} tensors that look like them and were not: "
-        f"{joined(map(str, unread), 3 if parts else 1)}; {step}"
-    )
+    n = len(unread)
+    found = f"{n} tensors that look like them and were not" if n > 1 else "one tensor that looks like them and was not"
+    return f"expected {kind} that can be read, found {found}: {joined(map(str, unread), 3 if parts else 1)}; {step}"
 
 
 def parts_of(
@@ -157,7 +156,8 @@ def self_attention(model: Model, config: Mapping[str, Any] | None = None, **opti
     everything = attention(model, config, **options)
     found = Parts(part for part in everything if part.kind == "self")
     if not found:
-        raise UsageError(f"expected self-attention, found cross-attention only: `{everything[0].name}`")
+        where = f": `{everything[0].name}`" * bool(everything[0].name)
+        raise UsageError(f"expected self-attention, found cross-attention only{where}")
     found.unread, found.layers = everything.unread, everything.layers
     return found
 

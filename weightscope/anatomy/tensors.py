@@ -444,7 +444,7 @@ def check_separate(matrices: Iterable[tuple[InSlots, str]]) -> None:
     """UsageError if two matrices that are to be written share entries, so that the second would replace the first."""
     known: dict[Any, list[tuple[Slot, Tensor, str]]] = {}
     for part, key in matrices:
-        slot, name = part._slot(key), f"{key} of `{part.name}`"
+        slot, name = part._slot(key), f"{key} of {f'`{part.name}`' if part.name else 'the module itself'}"
         rows = torch.arange(slot.count(part._tensors))
         rows = rows if slot.rows is None else rows[slot.rows]
         others = known.setdefault(part._tensors.identity(slot.name), [])

@@ -150,6 +150,8 @@ def _open_file(folder: Folder, name: str, key: str | None) -> Store:
     if key is not None and not name.endswith((*TORCH_SUFFIXES, _FLAX, _PICKLE, _ZOO_FILE)):
         raise UsageError(f"{folder.where}: {name}: holds one set of tensors; leave out --key (key= in Python)")
     path, where = folder.file(name)
+    if path.is_file() and path.stat().st_size < 1000 and path.read_bytes().startswith(b"version https://git-lfs"):
+        raise DataError(f"{where}: expected a model, found a pointer file of git LFS; run `git lfs pull` in its folder")
     if name.endswith(".safetensors"):
         return _open_safetensors(path, where)
     if name.endswith(_NPZ):

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from weightscope._util import atomic
-from weightscope._util.names import unknown
+from weightscope._util.names import joined, unknown
 from weightscope._util.outputs import writable_path
 from weightscope._util.plugins import imported, is_reference, why_not_imported
 from weightscope._util.torch_random import seeded
@@ -104,9 +104,14 @@ def save(model: str, module: Any, path: Path) -> None:
 
         try:
             data = to_bytes({name: value.contiguous() for name, value in state.items()}, {"format": "pt"})
-        except RuntimeError as error:  # tied weights
+        except RuntimeError as error:
+            owners: dict[int, list[str]] = {}
+            for name, value in state.items():
+                owners.setdefault(value.untyped_storage().data_ptr(), []).append(name)
+            tied = next((names for names in owners.values() if len(names) > 1), list(state))
             raise UsageError(
-                f"{path}: {str(error).split('.')[0].strip()}; name a .pt file, which keeps them"
+                f"{path}: {joined(map('`{}`'.format, tied), 4)} are one tensor, which .safetensors does not keep; name "
+                "a .pt file"
             ) from error
         atomic.write(path, data)
         return
