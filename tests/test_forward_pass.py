@@ -15,7 +15,7 @@ from families import HF, TEXT, TOKENS
 from programs import script
 from torch import nn
 
-from weightscope import anatomy, products
+from weightscope import anatomy, attention_maps, products
 from weightscope import init as wi
 from weightscope.anatomy import tensors, traced
 from weightscope.auditing import audit
@@ -648,6 +648,78 @@ RECIPE = {
     "training": {"epochs": 1, "batch_size": 32, "learning_rate": 0.001},
     "population": {"networks": 4, "tile": 4},
 }
+
+
+class Adds(Second):
+    """It adds its input itself; of some, not all that their weights show."""
+
+    def __init__(self, kind: str = "") -> None:
+        super().__init__()
+        self.kind = kind
+
+    def forward(self, x):
+        return 10 * x + super().forward(x) if self.kind == "more" else x + super().forward(x)
+
+
+class Single(Second):
+    def forward(self, x):
+        return torch.cat([x[:, :1] + super().forward(x[:, :1], x), x[:, 1:]], 1)
+
+
+class Three(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(24, 48), nn.GELU(), nn.Linear(48, 48), nn.GELU(), nn.Linear(48, 24))
+
+    def forward(self, x):
+        return x + super().forward(x)
+
+
+def test_maps_of_a_module_that_adds_its_input():
+    network, images = nn.Sequential(nn.Embedding(20, 24), Adds()), torch.randint(20, (3, 7))
+    (layer,) = attention_maps(network, images).layers
+    x, one = network[0](images), network[1]
+    q, k = (y.unflatten(-1, (3, 8)).transpose(1, 2) for y in (one.q(x), one.kv(x).chunk(2, -1)[0]))
+    torch.testing.assert_close(
+        torch.tensor(layer.maps), (q @ k.mT / 8**0.5).softmax(-1).mean(0).double(), check_dtype=False
+    )
+    network[1].kind = "more"
+    with pytest.raises(DataError, match="the module does more than its weights show"):
+        attention_maps(network, images)
+
+
+@pytest.mark.parametrize(
+    ("network", "message"),
+    [
+        (lambda: nn.Sequential(Single()), "found attention of single queries .* only: `0.q.weight`"),
+        (lambda: Unguessed(Second()), "run alone, it is self- or cross-attention"),
+        (Three, "expected attention modules, .* its forward pass shows no softmax of queries and keys"),
+        (lambda: nn.Linear(3, 3), "expected attention modules, .* is this the right model"),
+    ],
+)
+def test_what_there_is_in_place_of_self_attention(network, message):
+    with pytest.raises((AnatomyError, UsageError), match=message):
+        wi.mimetic_attention_(network())
+
+
+@pytest.mark.parametrize(
+    ("network", "message"),
+    [
+        (Three, "expected MLPs, .* its forward pass shows no function of each unit between two linear maps"),
+        (lambda: Refuses(24, 24), "expected MLPs, .*`Refuses` could not be run on random inputs: ValueError: never"),
+    ],
+)
+def test_what_there_is_in_place_of_mlps(network, message):
+    with pytest.raises(AnatomyError, match=message):
+        wi.mimetic_mlp_(network())
+
+
+class Refuses(nn.Bilinear):
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(*sizes, 24)
+        self.other = nn.Linear(24, 24)
+
+    def forward(self, x):
+        raise ValueError("never")
 
 
 def centred(h):

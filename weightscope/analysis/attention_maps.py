@@ -18,6 +18,7 @@ from weightscope._util.progress import DELAY, Bar
 from weightscope._util.results import Result, row_table
 from weightscope._util.threads import one_thread
 from weightscope.anatomy import AttentionPart, ModuleTensors, attention, chosen_layers, patch_embeddings, positions
+from weightscope.anatomy.attention_part import OTHERS
 from weightscope.anatomy.embedding import Offset, TokenGrid
 from weightscope.errors import AnatomyError, DataError, UsageError
 from weightscope.networks.sequences import CausalAttention, rotated
@@ -397,7 +398,7 @@ class _Recorder:
         return torch.softmax(logits, dim=-1)
 
     def _compare(self, x: Tensor, maps: Tensor, answer: Tensor | None, dtype: torch.dtype) -> None:
-        """The maps applied to the values must equal the module's output, before or after the output projection."""
+        """The maps applied to values must be the module's output, before or after W_O, or after its input is added."""
         part = self.part
         if answer is None:
             raise DataError(
@@ -407,9 +408,10 @@ class _Recorder:
         bias = part.read_bias("o")
         whole = torch.einsum("bhnv,hvd->bnd", context, part.read("o").to(x))
         whole = whole if bias is None else whole + bias.to(x)
-        candidates = [ours for ours in (whole, context.transpose(1, 2).flatten(2)) if ours.shape == answer.shape]
-        size = answer.norm().clamp_min(1e-30)
-        apart = min((float((ours - answer).norm() / size) for ours in candidates), default=math.inf)
+        pairs = [(whole, answer), (context.transpose(1, 2).flatten(2), answer)]
+        pairs += [(whole, answer - x)] if answer.shape == x.shape else []
+        found = [(y - own).norm() / own.norm().clamp_min(1e-30) for y, own in pairs if y.shape == own.shape]
+        apart = min(map(float, found), default=math.inf)
         if not apart <= _TOLERANCE.get(dtype, _HALF):
             raise DataError(
                 f"`{part.name}`: its output differs by {apart:.2g} of its norm from that of its attention map; "
@@ -617,7 +619,7 @@ def _usable(model: nn.Module, tensors: ModuleTensors) -> tuple[list[AttentionPar
     parts = attention(tensors, strict=None)
     for part in parts:
         if part.kind != "self":
-            reasons[part.name] = "it is cross-attention"
+            reasons[part.name] = f"it is {OTHERS[part.kind]}"
         elif part.normalised:
             reasons[part.name] = "queries and keys are normalised"
         elif part.rotary and not _rotates(modules[part.name]):

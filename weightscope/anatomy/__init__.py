@@ -19,7 +19,7 @@ from weightscope.anatomy import convolution as _convolution
 from weightscope.anatomy import embedding as _embedding
 from weightscope.anatomy import mlp as _mlp
 from weightscope.anatomy import ssm as _ssm
-from weightscope.anatomy.attention_part import AttentionPart
+from weightscope.anatomy.attention_part import OTHERS, AttentionPart
 from weightscope.anatomy.convolution import DepthwisePart
 from weightscope.anatomy.embedding import PatchEmbedding, PositionEmbedding
 from weightscope.anatomy.from_code import find_attention, find_mlps
@@ -33,6 +33,7 @@ from weightscope.anatomy.tensors import (
     Unread,
     named_tensors,
 )
+from weightscope.anatomy.traced import shown
 from weightscope.errors import AnatomyError, UsageError
 
 __all__ = [
@@ -55,6 +56,7 @@ __all__ = [
     "inventory",
     "mlps",
     "named_tensors",
+    "no_self_attention",
     "parts_of",
     "patch_embeddings",
     "positions",
@@ -120,10 +122,8 @@ def parts_of(
         raise AnatomyError(_refusal(kind, left, 0, ""))
     there = ", ".join(f"{n} {what}" for what, n in inventory(tensors).items() if n) or "no known parts"
     names = ", ".join(f"`{n}` {tensors.shape(n)}" for n in tensors.names[:4]) + ", ..." * (len(tensors.names) > 4)
-    raise AnatomyError(
-        f"expected {kind}, found {there} among {len(tensors.names)} tensors ({names}); "
-        "is this the right model? Its naming may be unknown to weightscope"
-    )
+    why = shown(tensors, kind) or "is this the right model? Its naming may be unknown to weightscope"
+    raise AnatomyError(f"expected {kind}, found {there} among {len(tensors.names)} tensors ({names}); {why}")
 
 
 def attention(
@@ -152,14 +152,19 @@ def attention(
 
 
 def self_attention(model: Model, config: Mapping[str, Any] | None = None, **options: Any) -> Parts[AttentionPart]:
-    """The self-attention parts of a model; as `attention`, and a UsageError if it has cross-attention only."""
+    """The self-attention parts of a model; as `attention`, and a UsageError if it has other attention only."""
     everything = attention(model, config, **options)
     found = Parts(part for part in everything if part.kind == "self")
     if not found:
-        where = f": `{everything[0].name}`" * bool(everything[0].name)
-        raise UsageError(f"expected self-attention, found cross-attention only{where}")
+        raise UsageError(no_self_attention(everything))
     found.unread, found.layers = everything.unread, everything.layers
     return found
+
+
+def no_self_attention(parts: Sequence[AttentionPart]) -> str:
+    """The error message for attention of other kinds only."""
+    kinds = " and ".join(dict.fromkeys(OTHERS[part.kind] for part in parts))
+    return f"expected self-attention, found {kinds} only: `{parts[0].parameters['q'][0]}`"
 
 
 def depthwise(model: Model, config: Mapping[str, Any] | None = None, **options: Any) -> Parts[DepthwisePart]:

@@ -39,6 +39,13 @@ class Gain:
         return tensors.get(self.name).double().flatten().cpu() + self.offset
 
 
+OTHERS = {  # kinds of attention but self-attention
+    "cross": "cross-attention",
+    "channels": "attention between channels",
+    "pooled": "attention of single queries (a class token, learned ones, or one for each window)",
+}
+
+
 @dataclass(frozen=True, eq=False)
 class AttentionPart(InSlots):
     """One attention module: its four projections, as tensors with an axis for the heads.

@@ -1,7 +1,7 @@
 """The parts of a module as its forward pass shows them, and what is only called like one."""
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -29,6 +29,10 @@ from weightscope.anatomy.tensors import (
 from weightscope.anatomy.tracing import BITS, ENTRY, Node, Origin, Rerun, Tracer, Weight
 from weightscope.errors import AnatomyError
 
+SHOWS = {
+    "attention modules": "no softmax of queries and keys applied to values",
+    "MLPs": "no function of each unit between two linear maps, of which the second returns to the stream",
+}
 Reading = tuple[dict[str, list[Any]], set[str], dict[str, str]]
 
 
@@ -85,7 +89,7 @@ def find_attention(tensors: ModuleTensors) -> Parts[AttentionPart]:
     named = places(
         tensors, attention_modules.schemes(), lambda prefix, scheme: Unread(prefix + scheme[0], "", path=prefix[:-1])
     )
-    found = _with_named(tensors, "attention", named, "no softmax of queries and keys applied to values")
+    found = _with_named(tensors, "attention", named, SHOWS["attention modules"])
     stated = next((n for key in known_names("heads") if isinstance(n := tensors.config.get(key), int)), None)
     if wrong := [one for one in found if isinstance(one, AttentionPart) and stated not in (None, one.heads)]:
         raise AnatomyError(f"`{wrong[0].name}`: config= says {stated} heads, its forward pass has {wrong[0].heads}")
@@ -94,9 +98,8 @@ def find_attention(tensors: ModuleTensors) -> Parts[AttentionPart]:
 
 def find_mlps(tensors: ModuleTensors) -> Parts[MLPPart]:
     """All MLPs, in order."""
-    named = mlp.find(tensors)
-    shows = "no function of each unit between two linear maps, of which the second returns to the stream"
-    return in_layers(_with_named(tensors, "mlp", named, shows), tensors, owner=mlp.owner, ran=read(tensors)[1])
+    named = _with_named(tensors, "mlp", mlp.find(tensors), SHOWS["MLPs"])
+    return in_layers(named, tensors, owner=mlp.owner, ran=read(tensors)[1])
 
 
 def _with_named(tensors: ModuleTensors, kind: str, named: Sequence[Any], shows: str) -> list[Any]:
@@ -121,11 +124,26 @@ def _with_named(tensors: ModuleTensors, kind: str, named: Sequence[Any], shows: 
         if not own & ran:
             words = path.split(".")
             coded = next((p for n in range(len(words), -1, -1) if _has_code(tensors, p := ".".join(words[:n]))), path)
-            said = f" on random inputs: {failed[coded]}" if coded in failed else " on random inputs"
-            why = f"(`{coded}` could not be run{said}; give the model an attribute example_input_array)"
+            why = f"({_not_run(tensors, coded, failed)})"
         ones.append(Unread(tensor_of(one), why, path=path))
     order = {name: i for i, name in enumerate(tensors.every)}
     return sorted(ones, key=lambda one: order.get(tensor_of(one), len(order)))
+
+
+def _not_run(tensors: ModuleTensors, path: str, failed: Mapping[str, str]) -> str:
+    said = f": {failed[path]}" if path in failed else ""
+    name = path or type(tensors.module).__name__
+    return f"`{name}` could not be run on random inputs{said}; give the model an attribute example_input_array"
+
+
+def shown(tensors: Any, kind: str) -> str | None:
+    """Why a module has no parts of a kind, if its forward pass tells."""
+    if not isinstance(tensors, ModuleTensors) or kind not in SHOWS:
+        return None
+    _, used, failed = read(tensors)
+    if failed and ("" in failed or not used):
+        return _not_run(tensors, next(iter(failed)), failed)
+    return f"its forward pass shows {SHOWS[kind]}" if used else None
 
 
 def _has_code(tensors: ModuleTensors, path: str) -> bool:

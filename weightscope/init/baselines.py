@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from weightscope._util.checks import choice, flag, number, positive
-from weightscope.anatomy import NamedTensors, attention, mlps, named_tensors, parts_of
+from weightscope.anatomy import NamedTensors, attention, mlps, named_tensors, no_self_attention, parts_of
 from weightscope.anatomy.attention_part import PartName
 from weightscope.anatomy.matrices import Matrix, fans
 from weightscope.anatomy.tensors import check_separate
@@ -222,7 +222,7 @@ def fixup_scale(found: list[tuple[Any, str]], kind: str) -> float:
     """The factor of T-Fixup on the matrices in the residual branches."""
     layers = len({part.layer for part, name in found if name == "q" and part.kind == "self"})
     if not layers:
-        raise UsageError(f"expected self-attention, found cross-attention only: `{found[0][0].name}`")
+        raise UsageError(no_self_attention([part for part, name in found if name == "q"]))
     return (9 * layers) ** -0.25 if kind == "decoder" else 0.67 * layers**-0.25
 
 
