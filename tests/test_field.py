@@ -366,6 +366,8 @@ def test_what_an_architecture_does_to_values_and_logits(config: dict[str, Any], 
     state = separate(matrices(), "model.layers.0.self_attn", LLAMA)
     (part,) = anatomy.attention(state, config)
     assert (part.notes, part.scale) == (notes, pytest.approx(scale))
+    (seen,) = anatomy.attention(separate(matrices(), "vision_tower.layers.0.self_attn", LLAMA), config)
+    assert "gated" not in seen.notes
     assert bool(products(state, config=config).select("vo")) == ("activated" not in notes)
 
 
