@@ -761,6 +761,23 @@ def test_what_is_between_the_matrices_of_an_mlp_is_a_function_of_each_unit(name,
     assert len(found) == 2 * ((name, function, wide) in BETWEEN)
 
 
+class Remembers(Middle):
+    """It takes another way in each call."""
+
+    calls = 0
+
+    def forward(self, x):
+        Remembers.calls += 1
+        for _ in range(Remembers.calls % 5):
+            x = x + self.fc2(F.gelu(self.fc1(x)))
+        return super().forward(x[..., : 1 + Remembers.calls, :])
+
+
+def test_an_mlp_of_a_module_that_remembers_earlier_calls():
+    for _ in range(3):
+        assert len(anatomy.parts_of("MLPs", Remembers(F.gelu, 1), strict=None)) < 2
+
+
 study = functools.cache(lambda: script("analyses/audit_power/run.py"))
 
 

@@ -183,23 +183,27 @@ Side = tuple[Node, Tensor]
 def _mixed(tracer: Tracer, found: Sequence[tuple[Node, list[Side]]]) -> set[int]:
     """The second maps of MLPs, by the number of their operation, of which an input depends on several units.
 
-    In another run, half of the units change; what is read of the others must not.
+    In another run, half of the units change; what is read of the others must not. Nothing is known of a module that
+    remembers earlier calls.
     """
-    rows: dict[int, tuple[Node, Tensor]] = {}
-    draw = torch.Generator().manual_seed(0)
-    chosen = {node.step: torch.rand(len(sides[0][1]), generator=draw) < 0.5 for node, sides in found}
-    for node, sides in found:
-        for first, units in sides:
-            rows.setdefault(first.step, (first, torch.zeros(first.rows, dtype=torch.bool)))[1][
-                units[chosen[node.step]]
-            ] = True
-    ends = {node.step: node for node, _ in found}
     if not found:
         return set()
-    tracer.run(plain := Rerun(ends, rows, None))
-    tracer.run(changed := Rerun(ends, rows, plain))
-    apart = {n: (plain.read[n] - changed.read[n]).abs().amax(0).cpu() for n in ends}
-    return {n for n, x in apart.items() if bool((x[~chosen[n]] > 1e-3 * x.amax()).any())}
+    rows, halves, draw = dict[int, tuple[Node, Tensor]](), dict[int, Tensor](), torch.Generator().manual_seed(0)
+    for node, sides in found:
+        halves[node.step] = half = torch.rand(len(sides[0][1]), generator=draw) < 0.5
+        for first, units in sides:
+            _, changing = rows.setdefault(first.step, (first, torch.zeros(first.rows, dtype=torch.bool)))
+            changing[units[half]] = True
+    tracer.run(plain := Rerun(halves, {}))
+    tracer.run(changed := Rerun(halves, rows, plain.out))
+
+    def mixed(x: Tensor | None, y: Tensor | None, half: Tensor) -> bool:
+        if x is None or y is None or x.shape != y.shape or x.shape[-1] != len(half):
+            return True
+        apart = (x - y).abs().amax(0).cpu()
+        return bool((apart[~half] > 1e-3 * apart.amax()).any())
+
+    return {n for n, half in halves.items() if mixed(plain.read.get(n), changed.read.get(n), half)}
 
 
 def _sides(tracer: Tracer, node: Node) -> tuple[Side, Side | None] | None:

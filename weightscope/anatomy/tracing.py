@@ -8,7 +8,7 @@ attributes are read.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -128,35 +128,32 @@ class Dispatch(TorchDispatchMode):
 
 
 class Rerun(Dispatch):
-    """Keeps what some maps read and give, by the number of the operation.
+    """Keeps what maps read and give, by the numbers of their operations, the `ends`.
 
-    After an `earlier` run, `rows` of others (some channels of a node) change, and the former give what they gave.
+    Before, `rows` change (operation -> its node and which channels). Ends give what is `known` of an earlier run.
     """
 
     def __init__(
-        self, ends: dict[int, "Node"], rows: dict[int, tuple["Node", Tensor]], earlier: "Rerun | None"
+        self, ends: Collection[int], rows: dict[int, tuple["Node", Tensor]], known: Mapping[int, Tensor] | None = None
     ) -> None:
         super().__init__()
-        self.ends, self.rows, self.earlier = ends, rows, earlier
-        self.read: dict[int, Tensor] = {}
-        self.out: dict[int, Tensor] = {}
+        self.ends, self.rows, self.known = ends, rows, known or {}
+        self.read, self.out = dict[int, Tensor](), dict[int, Tensor]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out, name = func(*args, **(kwargs or {})), func._schema.name.partition("::")[2]
         if name not in _MAPS:
             return out
         self.step += 1
-        if self.earlier and self.step in self.rows:
+        if self.step in self.rows:
             node, chosen = self.rows[self.step]
             out = torch.where(chosen.to(out.device)[_counted(out) // node.inner % node.rows], -out - out.std(), out)
         if self.step in self.ends:
             x = args["add" in name]
             x = x.movedim(1, -1) if name == "convolution" else x
-            self.read[self.step] = x.reshape(-1, x.shape[-1]).clone()
-            if self.earlier:
-                out = self.earlier.out[self.step]
-            else:
-                self.out[self.step] = out.clone()
+            self.read[self.step], self.out[self.step] = x.reshape(-1, x.shape[-1]).clone(), out.clone()
+            known = self.known.get(self.step, out)
+            out = known if known.shape == out.shape else out
         return out
 
 
