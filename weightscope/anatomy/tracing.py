@@ -256,9 +256,13 @@ class Tracer(Dispatch):
 
     def channels(self, codes: Tensor) -> Tensor:
         """`node << 32 | channel`: the tokens forgotten."""
+        there = present(codes)
+        if len(there) == 1 and there[0] > 0:
+            one = self.node(there[0])
+            return ((codes & ENTRY) // one.inner % one.rows) | there[0] << BITS
         out = torch.full_like(codes, -1)
         numbers = codes >> BITS
-        for n in present(codes):
+        for n in there:
             if n > 0:
                 one, where = self.node(n), numbers == n
                 out[where] = (((codes[where] & ENTRY) // one.inner) % one.rows) | n << BITS
@@ -824,7 +828,10 @@ class Tracer(Dispatch):
 
 def present(codes: Tensor) -> list[int]:
     """The numbers of the nodes in codes, and -1 if some are unknown."""
-    return [n - 1 for n in torch.bincount((codes >> BITS).flatten() + 1).nonzero().flatten().tolist()]
+    numbers = (codes >> BITS).flatten()
+    if numbers.numel() and int(numbers[0]) == int(numbers.amax()) == int(numbers.amin()):
+        return [int(numbers[0])]
+    return [n - 1 for n in torch.bincount(numbers + 1).nonzero().flatten().tolist()]
 
 
 def _counted(tensor: Tensor) -> Tensor:
