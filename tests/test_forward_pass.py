@@ -236,6 +236,7 @@ def turned(t: torch.Tensor, kind: str) -> torch.Tensor:
         x, y = t[..., ::2], t[..., 1::2]
         return torch.stack([x * c - y * s, x * s + y * c], -1).flatten(-2)
     x, y = t.chunk(2, -1)
+    c, s = (c * 1.3, s * 1.3) if kind == "stretched" else (c, s)
     if kind == "other sign":
         return torch.cat([x * c + y * s, x * (-s) + y * c], -1)
     return t * torch.cat([c, c], -1) + torch.cat([-y, x], -1) * torch.cat([s, s], -1)
@@ -277,8 +278,10 @@ class Changed(Attention):
             logits = logits + torch.full((n, n), -torch.inf).triu(1)
         y = logits.softmax(-1) @ v
         y = (y * self.heads if kind == "factors of heads" else y).transpose(1, 2).flatten(2)
+        y = nn.functional.layer_norm(y, (24,), self.gain) if kind == "norm of values" else y
         y = self.proj(y * self.gain if kind == "gain of values" else y)
-        y = self.more(y) if kind == "map after" else y
+        y = self.more(y) if kind == "map after" else y + self.more(x).relu() if kind == "parallel" else y
+        y = self.more(x) + y if kind == "parallel map" else y
         return given + (self.normed(y) if kind == "batch norm of outputs" else y)
 
     def rows(self) -> list:
@@ -286,7 +289,7 @@ class Changed(Attention):
         return [functools.partial(nn.functional.linear, weight=w, bias=b) for w, b in zip(weights, biases, strict=True)]
 
 
-ROTATIONS = ("halves", "other sign", "pairs", "complex")
+ROTATIONS = ("halves", "other sign", "pairs", "complex", "stretched")
 CHANGED = {
     "gain below a bias": "the queries are not what",
     "batch norm": "the queries are not what",
@@ -296,10 +299,11 @@ CHANGED = {
     "map after": "another linear map follows",
     "factors of heads": {"scaled"},
     "gain of values": {"scaled"},
+    "norm of values": {"scaled"},
     "batch norm of outputs": {"scaled"},
     "map before": {"widened"},
     "tokens shifted": "cross",
-    **dict.fromkeys((*ROTATIONS, "plain", "mask of triu"), frozenset()),
+    **dict.fromkeys((*ROTATIONS, "plain", "parallel", "parallel map", "mask of triu"), frozenset()),
 }
 
 

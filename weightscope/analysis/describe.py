@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from scipy.sparse.linalg import svds
+from scipy.sparse.linalg import ArpackError, svds
 from torch import Tensor
 
 from weightscope._util.names import joined, label_of
@@ -138,7 +138,10 @@ def spectral_norm(matrix: Tensor) -> float:
         return float(np.linalg.norm(w, 2)) if scale else 0.0
     start = np.random.default_rng(0).standard_normal(least).astype(w.dtype)
     with threads_for("product", least):
-        return scale * float(svds(w / scale, k=1, tol=1e-6, v0=start, return_singular_vectors=False)[0])
+        try:
+            return scale * float(svds(w / scale, k=1, tol=1e-6, v0=start, return_singular_vectors=False)[0])
+        except ArpackError:  # of singular values that are all equal
+            return float(np.linalg.norm(w, 2))
 
 
 @dataclass(frozen=True, repr=False)

@@ -432,7 +432,8 @@ class Tracer(Dispatch):
         batch = "batch" in name
         gain = None
         if weights and self._is_weight(weights[0]):
-            codes = self._weight(weights[0])[0]
+            codes, offset = self._weight(weights[0])
+            codes = torch.full_like(codes, SEVERAL) if offset not in (0, 1) else codes | (OFFSET if offset else 0)
             last = name in ("native_layer_norm", "_fused_rms_norm", "rms_norm")
             shaped = codes if last else codes.reshape(-1, *[1] * (out.ndim - 2))
             gain = shaped.expand(out.shape)
@@ -599,7 +600,7 @@ class Tracer(Dispatch):
             same = bool((self.channels(real[0]) == self.channels(real[1]))[known].all())
             if node.kind != "sum" or same:
                 mixed = same and not torch.equal(*real)
-                turned = not same and self._share(y, real[1]) > self._share(x, real[0])  # one of cosines and sines
+                turned = not same and self._factor(y, real[1]) > self._factor(x, real[0])  # one of cosines and sines
                 marks = a.marks | b.marks | ({"tokens mixed"} if mixed else set() if same else {"rotated"})
                 self._put(out, replace(b if turned else a, codes=codes[turned], marks=marks))
                 return
@@ -620,10 +621,11 @@ class Tracer(Dispatch):
         node.stream = self._streams.setdefault(key, len(self.nodes))
         self._new(out, node)
 
-    def _share(self, x: Tensor, codes: Tensor) -> float:
-        """The mean factor between numbers and what they were made from: that of a table of angles, for any numbers."""
+    def _factor(self, x: Tensor, codes: Tensor) -> tuple[bool, float]:
+        """Larger for cosines than for sines, which are zero at the first token, whatever they multiply; the mean."""
         made = self.node(int(codes.max()) >> BITS).out.flatten()[codes & ENTRY]
-        return float((x.expand(codes.shape) / made).abs().nanmean())
+        factors = (x.expand(codes.shape) / made).abs()
+        return not bool((factors == 0).any()), float(factors.nanmean())
 
     def _of_tokens(self, origin: Origin) -> bool:
         """Whether both sides of a product are maps of activations."""
