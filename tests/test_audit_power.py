@@ -288,7 +288,7 @@ def test_attention_that_cannot_be_read_makes_initialiser_and_audit_fail():
     assert "NOT AUDITED, look like parts and were not read: blocks.1.attn" in str(report).splitlines()[0]
     assert "1 tensors not audited" in report.summary()
     text = str(audit(model))
-    assert text.count("does not apply, expected attention modules that can be read, found 1") == 1
+    assert text.count("does not apply, expected attention modules that can be read, found one tensor") == 1
 
 
 def test_mlps_that_cannot_be_read():

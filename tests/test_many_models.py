@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from weightscope._util import checks, workers
 from weightscope._util.in_order import in_order
 from weightscope.analysis.attention_products import products
-from weightscope.errors import AnatomyError, UsageError, WeightscopeError
+from weightscope.errors import AnatomyError, WeightscopeError
 from weightscope.networks import ConvMixer, ViT
 
 
@@ -88,8 +88,6 @@ def test_products_have_equal_numbers_by_all_workers(models, monkeypatch):
     assert "warning: conv: left out: expected attention modules" in spread.text()
     with pytest.raises(AnatomyError, match="conv: expected attention"):
         products("conv.safetensors", "bad.safetensors", config=HEADS)
-    with pytest.raises(UsageError, match="layers"):
-        products(*files[:1], *files[2:3], config=HEADS, layers=[7])
 
 
 def test_the_command_shows_the_others(models, tmp_path, capsys):

@@ -10,7 +10,7 @@ import torch
 from families import seeded
 
 from weightscope.data.sequence_config import TaskConfig
-from weightscope.data.sequences import TASKS, GeneratedTask, MarkovSource, Text, cross_entropy
+from weightscope.data.sequences import TASKS, GeneratedTask, MarkovSource, Text, accuracy, cross_entropy
 from weightscope.errors import UsageError
 
 LENGTH, VOCABULARY, BATCH = 10, 26, 64
@@ -111,7 +111,10 @@ def test_metrics_count_the_answer_only():
     found = TASKS["copy"](seeded(), 2, 3, 5)
     logits = torch.nn.functional.one_hot(found.targets, 5).double() * 50
     logits[:, :3] = 0  # the string itself cannot be predicted, and is not scored
+    assert accuracy(logits, found) == 1
     assert float(cross_entropy(logits, found)) < 1e-12
+    logits[0, 3] = logits[0, 3].roll(1)
+    assert accuracy(logits, found) == pytest.approx(5 / 6)
     assert float(cross_entropy(torch.zeros(2, 6, 5), found)) == pytest.approx(math.log(5))
 
 

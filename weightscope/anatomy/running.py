@@ -35,6 +35,7 @@ def traces(
         return
     called = used.intersection(map(id, module.parameters()))
     coded = type(module).forward is not nn.Module.forward  # else a container, which is never called
+    own = coded and type(module) is not nn.Sequential  # code that would say how its parts are called
     copied = without_hooks(module)
     for streams in [] if called or not coded else [True, False] if alone and _streams(module) else [False]:
         for args, kwargs in inputs(copied, example, streams):
@@ -50,7 +51,7 @@ def traces(
         else:
             break
     for name, child in module.named_children():  # what was not called, such as the other tower
-        yield from traces(child, f"{path}.{name}".lstrip("."), failed, used=used, alone=alone or coded)
+        yield from traces(child, f"{path}.{name}".lstrip("."), failed, used=used, alone=alone or own)
 
 
 def without_hooks(module: nn.Module, seen: dict[int, nn.Module] | None = None) -> nn.Module:

@@ -191,7 +191,9 @@ def _reach(mixer: nn.Module, part: SSMPart) -> dict[str, tuple[Tensor, Tensor]] 
                 drawn = (
                     torch.randn(p.shape, generator=draw) / p[0].numel() ** 0.5 if p.ndim > 1 else torch.ones(p.shape)
                 )
-                inner._parameters[name] = nn.Parameter(drawn.to(p), requires_grad=False)
+                inner._parameters[name] = nn.Parameter(
+                    drawn.to(p.device), requires_grad=False
+                )  # never in half precision
     given: dict[str, Tensor] = {}
     taps = part._tensors.shape(part._weights["conv_weight"].name)[-1]
     apart = {"x_proj": 1, "in_proj": taps} if part.version == 1 else {"in_proj": taps}

@@ -60,6 +60,11 @@ class ScoredSequences(NamedTuple):
         return cls(whole[:, :-1], whole[:, 1:], mask)
 
 
+def accuracy(logits: Tensor, batch: ScoredSequences) -> float:
+    """The share of the answer's tokens that are the most probable ones, logits (B, n, v)."""
+    return float((logits.argmax(-1) == batch.targets)[batch.mask].float().mean())
+
+
 def cross_entropy(logits: Tensor, batch: ScoredSequences) -> Tensor:
     """The mean of -log p of the answer's tokens, in nats, logits (B, n, v)."""
     return F.cross_entropy(logits[batch.mask], batch.targets[batch.mask])

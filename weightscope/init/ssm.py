@@ -210,8 +210,8 @@ def repeat_layer_(
     if count("layer", layer, 0) >= len(found):
         raise UsageError(f"layer: expected 0 to {len(found) - 1} of the source, found {layer}")
     tensors = named_tensors(module)
-    teacher = _block(theirs, found[layer])
-    students = [_block(tensors, part) for part in chosen_layers(_layers(tensors), layers)]
+    teacher, own = _block(theirs, found, found[layer]), _layers(tensors)
+    students = [_block(tensors, own, part) for part in chosen_layers(own, layers)]
     for student in students:
         for name in sorted(student.keys() | teacher.keys()):
             mine = tensors.shape(student[name]) if name in student else None
@@ -229,9 +229,9 @@ def _layers(tensors: NamedTensors) -> Sequence[Any]:
     return parts_of("state-space layers", tensors) or self_attention(tensors)
 
 
-def _block(tensors: NamedTensors, part: Any) -> dict[str, str]:
-    """Tensors of a layer's block: name within the block -> name."""
-    above = [_above(layer.name) for layer in _layers(tensors)]  # what is not one layer's is no block of it
+def _block(tensors: NamedTensors, layers: Sequence[Any], part: Any) -> dict[str, str]:
+    """Tensors of the block of one of some layers: name within the block -> name."""
+    above = [_above(layer.name) for layer in layers]  # what is not one layer's is no block of it
     prefix = _above(part.name) if above.count(_above(part.name)) == 1 else ""
     prefix = prefix or (f"{part.name}." if part.name else "")
     return {name.removeprefix(prefix): name for name in tensors.names if name.startswith(prefix)}
