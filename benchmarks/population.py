@@ -38,6 +38,7 @@ from weightscope.data.image_section import dataset_info
 from weightscope.errors import UsageError
 from weightscope.networks import build_for
 from weightscope.recipe import Recipe
+from weightscope.training.devices import one_thread
 from weightscope.training.engine import TileRun
 from weightscope.training.kernels import build
 from weightscope.training.network_check import choose_kernels
@@ -93,7 +94,8 @@ def batched(recipe: Recipe, data: Dataset, device: torch.device, **training: str
     run = TileRun(recipe, 0, data, device, choose_kernels(recipe, device).kernels)
 
     def work() -> int:
-        run.epoch(0)
+        with one_thread():  # as in training
+            run.epoch(0)
         return run.steps_per_epoch * len(run.ids)
 
     return work
