@@ -18,7 +18,7 @@ from weightscope.spec import WeightSpec
 from weightscope.statistics.moments import finite_rows
 
 LEAF = 4096  # networks of the parts over which statistics of populations are summed, at least
-LARGEST = 2 << 30  # bytes of a result above which a source is one part
+LARGEST = 256 << 20  # bytes of a result above which a source is one part: larger ones are products for all threads
 _COPIES = 3  # of a result: the worker's, what it sends, and what is received
 _log = logging.getLogger(__name__)
 
@@ -118,7 +118,7 @@ def over_parts(
         task: called with a part and its number.
         workers: the number of processes of this machine, 1 for this one, by default one for each core; or `Workers`.
         networks: of a part, at least; by default 4,096.
-        size: about how many bytes a result takes. If they are more than 2 GiB, the source is one part; no more
+        size: about how many bytes a result takes. If they are more than 256 MiB, the source is one part; no more
             processes are started than results fit into memory.
 
     Raises:
