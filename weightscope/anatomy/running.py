@@ -1,14 +1,16 @@
 """Inputs with which any module can be run, so that it can be traced."""
 
 import inspect
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from weightscope.anatomy.tracing import Tracer, traced
 
+R = TypeVar("R")
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 _TOKENS, _IDS = 16, 5
 _SIZES = (64, 32, 224, 28, 16, 8, 96, 128, 256, 384, 512)
@@ -38,20 +40,25 @@ def traces(
     own = coded and type(module) is not nn.Sequential  # code that would say how its parts are called
     copied = without_hooks(module)
     for streams in [] if called or not coded else [True, False] if alone and _streams(module) else [False]:
-        for args, kwargs in inputs(copied, example, streams):
-            try:
-                tracer = traced(copied, args, kwargs)
-            except Exception as error:  # noqa: BLE001 - a foreign module refuses this kind of input
-                failed.setdefault(path, f"{type(error).__name__}: {error}".splitlines()[0])
-                continue
-            failed.pop(path, None)
-            yield path, tracer
-            used |= {id(tracer.parameters[n]) for node in tracer.nodes if node is not None for n in node.parameters}
+        tracer, why = first_run(copied, partial(traced, copied), example, streams)
+        if tracer is None:
+            failed.setdefault(path, why)
             break
-        else:
-            break
+        yield path, tracer
+        used |= {id(tracer.parameters[n]) for node in tracer.nodes if node is not None for n in node.parameters}
     for name, child in module.named_children():  # what was not called, such as the other tower
         yield from traces(child, f"{path}.{name}".lstrip("."), failed, used=used, alone=alone or own)
+
+
+def first_run(module: nn.Module, call: Callable[..., R], *given: Any) -> tuple[R | None, str]:
+    """`call(args, kwargs)` of the first `inputs(module, *given)` that raise nothing, and the first error, one line."""
+    why = ""
+    for args, kwargs in inputs(module, *given):
+        try:
+            return call(args, kwargs), why
+        except Exception as error:  # noqa: BLE001 - a foreign module refuses this kind of input
+            why = why or f"{type(error).__name__}: {error}".splitlines()[0]
+    return None, why
 
 
 def without_hooks(module: nn.Module, seen: dict[int, nn.Module] | None = None) -> nn.Module:

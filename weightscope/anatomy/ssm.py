@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from weightscope.anatomy.running import inputs, without_hooks
+from weightscope.anatomy.running import first_run, without_hooks
 from weightscope.anatomy.tensors import (
     InSlots,
     ModuleTensors,
@@ -188,12 +188,10 @@ def _reach(mixer: nn.Module, part: SSMPart) -> dict[str, tuple[Tensor, Tensor]] 
     for inner in run.modules():
         for name, p in inner._parameters.items():
             if p is not None and p.is_floating_point():
-                drawn = (
-                    torch.randn(p.shape, generator=draw) / p[0].numel() ** 0.5 if p.ndim > 1 else torch.ones(p.shape)
-                )
-                inner._parameters[name] = nn.Parameter(
-                    drawn.to(p.device), requires_grad=False
-                )  # never in half precision
+                drawn = torch.ones(p.shape)  # float32, whatever the precision of the parameter
+                if p.ndim > 1:
+                    drawn = torch.randn(p.shape, generator=draw) / p[0].numel() ** 0.5
+                inner._parameters[name] = nn.Parameter(drawn.to(p.device), requires_grad=False)
     given: dict[str, Tensor] = {}
     taps = part._tensors.shape(part._weights["conv_weight"].name)[-1]
     apart = {"x_proj": 1, "in_proj": taps} if part.version == 1 else {"in_proj": taps}
@@ -206,14 +204,13 @@ def _reach(mixer: nn.Module, part: SSMPart) -> dict[str, tuple[Tensor, Tensor]] 
         run.get_submodule(name).register_forward_hook(leaf)
     if part.version == 1:
         run.get_submodule("dt_proj")._parameters["weight"].zero_()  # type: ignore[union-attr]
-    for args, kwargs in inputs(run):
-        try:
-            with torch.enable_grad():
-                out = next(x for x in tree_leaves(run(*args, **kwargs)) if isinstance(x, Tensor)).flatten(0, -2)
-            return {name: _derivatives(out, here, apart[name]) for name, here in given.items()}
-        except Exception:  # noqa: BLE001 - a foreign module refuses this kind of input
-            continue
-    return None
+
+    def derivatives(args: Any, kwargs: Any) -> dict[str, tuple[Tensor, Tensor]]:
+        with torch.enable_grad():
+            out = next(x for x in tree_leaves(run(*args, **kwargs)) if isinstance(x, Tensor)).flatten(0, -2)
+        return {name: _derivatives(out, here, apart[name]) for name, here in given.items()}
+
+    return first_run(run, derivatives)[0]
 
 
 def _derivatives(out: Tensor, given: Tensor, distance: int) -> tuple[Tensor, Tensor]:
