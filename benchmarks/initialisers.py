@@ -35,6 +35,7 @@ from torch import Tensor, nn
 
 import weightscope.init as wi
 from weightscope._util.environment import usable_cores
+from weightscope._util.threads import one_thread
 from weightscope.anatomy import attention, positions
 from weightscope.anatomy.embedding import TokenGrid
 from weightscope.init.attention import query_key, value_output
@@ -90,6 +91,7 @@ def published_layer(g: torch.Generator) -> tuple[list[Pair], Pair]:
     return qk, published_pair(WIDTH, WIDTH, 0.4, -0.4, g)
 
 
+@one_thread()
 def our_layer(g: torch.Generator) -> tuple[list[Pair], Pair]:
     k = WIDTH // HEADS
     qk = [query_key(WIDTH, k, 1, 0.7, 0.7, g) for _ in range(HEADS)]

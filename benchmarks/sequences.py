@@ -23,6 +23,7 @@ from weightscope.data import load
 from weightscope.networks.sequences import TokenEmbedding, block_scan, selective_scan
 from weightscope.recipe import Recipe
 from weightscope.training.engine import TileRun
+from weightscope.training.kernels.functions import Kernels
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
 import references_sequences as loops
@@ -104,9 +105,9 @@ def compared(version: int, size: tuple[int, int, int, int], rounds: int) -> list
     return rows
 
 
-def stacked(recipe: Recipe) -> Callable[[], int]:
+def stacked(recipe: Recipe, kernels: Kernels) -> Callable[[], int]:
     """One epoch of a tile; returns network-steps."""
-    run = TileRun(recipe, 0, load(recipe.data), torch.device("cpu"), "torch")
+    run = TileRun(recipe, 0, load(recipe.data), torch.device("cpu"), kernels)
 
     def work() -> int:
         run.epoch(0)
@@ -137,7 +138,8 @@ def loop(recipe: Recipe, compiled: bool = False) -> Callable[[], int]:
 
 def populations(rounds: int) -> list[dict]:
     recipe = Recipe.load("copying-mamba-small").replace({"population.tile": 32, "data.train": 40})
-    contenders = {"ours": stacked(recipe), "a plain loop": loop(recipe)}
+    contenders = {"ours": stacked(recipe, "c"), "with torch's kernels": stacked(recipe, "torch")}
+    contenders["a plain loop"] = loop(recipe)
     if shutil.which("g++") or shutil.which("clang++"):  # which torch.compile needs
         contenders["a loop over compiled networks"] = loop(recipe, compiled=True)
     found: dict[str, list[float]] = {name: [] for name in contenders}

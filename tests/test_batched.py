@@ -1,5 +1,7 @@
 """Batched networks for images, and stacked ones for sequences, against the plain modules that they stand for."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -7,6 +9,7 @@ from torch import nn
 from weightscope.errors import UsageError
 from weightscope.networks import ConvMixer, ConvNeXt, ViT, scans
 from weightscope.networks.sequences import CausalTransformer, Mamba, Mamba2, selective_scan
+from weightscope.training.kernels import functions
 from weightscope.training.many_networks import BatchedNetworks, StackedNetworks
 
 NETWORKS = {
@@ -47,6 +50,7 @@ NETWORKS = {
 
 
 V, COUNT, BATCH, TOKENS = 11, 3, 2, 9
+SCAN_IN_C = functions.scan, functions.scan_backward
 SEQUENCES = {
     "mamba": lambda: Mamba(V, 8, 2, state=3),
     "mamba, not tied": lambda: Mamba(V, 8, 1, state=3, tied=False),
@@ -61,6 +65,7 @@ every_network = pytest.mark.parametrize(
     [
         *(pytest.param(name, kernels, marks=pytest.mark.slow) for name in NETWORKS for kernels in ("torch", "c")),
         *((name, "torch") for name in SEQUENCES),
+        *((name, "c") for name in ("mamba", "hybrid")),
     ],
     indirect=["kernel_set"],
 )
@@ -77,7 +82,8 @@ def make(name, count=COUNT, kernels="torch"):
     """Networks as one, and the plain ones."""
     torch.manual_seed(0)
     plain = [(NETWORKS | SEQUENCES)[name]() for _ in range(count)]
-    nets = StackedNetworks(plain[0], count) if name in SEQUENCES else BatchedNetworks(plain[0], count, kernels=kernels)
+    form = StackedNetworks if name in SEQUENCES else BatchedNetworks
+    nets = form(plain[0], count, kernels=kernels)
     return copy_weights(nets, plain), plain
 
 
@@ -171,12 +177,13 @@ def test_running_statistics_of_networks_for_sequences_are_refused():
         StackedNetworks(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2)), 2)
 
 
-@pytest.mark.parametrize("at_once", [1, 100])
+@pytest.mark.parametrize(("at_once", "kernel", "width"), [(1, None, 4), (100, None, 4), (100, SCAN_IN_C, 19)])
 @pytest.mark.parametrize("rates_too", [False, True])
-def test_scans_of_many_networks_run_in_any_parts(at_once, rates_too, monkeypatch):
-    """`vmap` of the scan against one scan after the other, with cuts of any size; gradients too."""
+def test_scans_of_many_networks_run_in_any_parts(at_once, kernel, width, rates_too, monkeypatch):
+    """`vmap` of the scan against one scan after the other, with cuts of any size, and in C; gradients too."""
     torch.manual_seed(1)
-    values = [torch.randn(COUNT, BATCH, TOKENS, 4), torch.rand(COUNT, BATCH, TOKENS, 4), -torch.rand(COUNT, 4, 3)]
+    shape = COUNT, BATCH, TOKENS, width
+    values = [torch.randn(shape), torch.rand(shape), -torch.rand(COUNT, width, 3)]
     values += [torch.randn(COUNT, BATCH, TOKENS, 3) for _ in range(2)]
     if not rates_too:
         values[2] = values[2][0]
@@ -188,7 +195,7 @@ def test_scans_of_many_networks_run_in_any_parts(at_once, rates_too, monkeypatch
     direction = torch.randn_like(expected)
     there = torch.autograd.grad((expected * direction).sum(), values)
     monkeypatch.setattr(scans, "_AT_ONCE", at_once)
-    found = torch.vmap(selective_scan, dims)(*values)
+    found = torch.vmap(partial(selective_scan, kernel=kernel), dims)(*values)
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
     for mine, theirs in zip(torch.autograd.grad((found * direction).sum(), values), there, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-10)

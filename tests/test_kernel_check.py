@@ -45,6 +45,7 @@ MISTAKES = {  # network, text of a C source, what it becomes, message
     "wrong convolution": ("convmixer", "+ bias;", "+ 0 * bias;", "logits differs"),
     "wrong batch norm": ("convmixer", "- s - get(u + p) * v", "- s", "the gradient of"),
     "wrong gradient of attention": ("vit", "LANES) - mean)", "LANES))", "the gradient of"),
+    "wrong gradient of rates": ("mamba", "+ of_exponent * step", "+ of_exponent", "the gradient of `.*A_log`"),
     "wrong decay": ("vit", "eta * decayed[d]", "decayed[d]", "AdamW, weights differs"),
 }
 
@@ -53,6 +54,8 @@ pytestmark = pytest.mark.skipif(not any(map(shutil.which, ("cc", "gcc", "clang")
 
 def recipe(network="convnext", **training):
     changes = {f"training__{name}": value for name, value in training.items()}
+    if network == "mamba":
+        return tiny.recipe(tiny.COPYING, **changes)
     return tiny.recipe(BASE, network=NETWORKS[network], **changes)
 
 
@@ -82,7 +85,7 @@ def compiler(monkeypatch, tmp_path):
     forget()
 
 
-@pytest.mark.parametrize("network", NETWORKS)
+@pytest.mark.parametrize("network", [*NETWORKS, "mamba"])
 def test_right_kernels_are_used_without_a_word(compiler, caplog, network):
     found = choose_kernels(recipe(network), CPU)
     assert (found.kernels, found.build) == ("c", build.library("float")[1])
@@ -174,6 +177,7 @@ def test_the_norm_for_clipping_is_right_for_millions_of_weights(size):
         ({"precision": "bfloat16"}, "cpu", "compute in float32"),
         ({}, "meta", "are for a CPU or CUDA"),
         ({}, "cuda", r"need Triton on a GPU.*use kernels = 'torch'"),
+        ({"network": "mamba"}, "cuda", "on a GPU are for images, found sequences"),
     ],
 )
 def test_what_compiled_kernels_do_not_support_takes_torchs(compiler, caplog, monkeypatch, changes, device, message):

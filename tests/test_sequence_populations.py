@@ -273,7 +273,6 @@ REFUSED = [
     ({"data__name": "sort", "data__lengths": [1], "data__vocabulary": 4, "data__stop": True}, "found 3, besides the"),
     ({"data__context": 40, "network": CONTEXT}, "network.context: expected at least 40"),
     ({"training__mixup": 0.5}, "training.mixup applies to images"),
-    ({"training__kernels": "compiled"}, "training.kernels: expected 'torch' or 'auto' for copy, found 'compiled'"),
     ({"network": CONTEXT}, SHORT),
 ]
 

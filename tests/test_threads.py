@@ -197,6 +197,33 @@ def test_libraries_imported_within_a_block_are_limited():
     assert found.split() == ["1", "1"]
 
 
+FIRST = """
+import sys
+import torch
+from threadpoolctl import threadpool_info
+from weightscope import init
+from weightscope.networks import ViT
+
+def profile(frame, event, argument):
+    owner = str(frame.f_globals.get("__name__"))
+    if event == "call" and owner.startswith("scipy") and frame.f_code.co_name in ("eigh", "_minimize_lbfgsb"):
+        print(*{library["num_threads"] for library in threadpool_info()})
+
+vit = ViT(image_size=8, patch_size=2, width=384, depth=1, heads=6, num_classes=3)
+sys.setprofile(profile)
+init.get(sys.argv[1])(vit)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["mimetic_attention", "impulse_attention"])
+def test_scipy_that_an_initialiser_imports_is_limited(name):
+    settings = {key: value for key, value in os.environ.items() if key not in VARIABLES}
+    command = [sys.executable, "-c", FIRST, name]
+    found = subprocess.check_output(command, env=settings | {"OMP_NUM_THREADS": "3"}, text=True)
+    assert set(found.split()) == {"1"}
+
+
 def test_a_block_takes_less_than_a_tenth_of_a_millisecond_when_nested():
     with one_thread():
         begun = time.process_time()

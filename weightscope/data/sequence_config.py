@@ -107,8 +107,6 @@ class SequenceConfig(Task):
         for field in ("mixup", "cutmix", "precision"):
             if getattr(training, field) != type(training).model_fields[field].default:
                 raise ValueError(f"training.{field} applies to images only; remove it for {self.name}")
-        if training.kernels == "compiled":
-            raise ValueError(f"training.kernels: expected 'torch' or 'auto' for {self.name}, found 'compiled'")
         if recipe.distillation is not None:
             raise ValueError(f"distillation applies to images only; remove it for {self.name}")
         limit = recipe.network.longest

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from weightscope._util.checks import choice, number
+from weightscope._util.threads import one_thread
 from weightscope.anatomy import AttentionPart, PositionEmbedding, chosen_layers, positions, self_attention
 from weightscope.anatomy.attention_part import NO_PRODUCT, chosen_heads
 from weightscope.anatomy.tensors import check_separate
@@ -33,7 +34,8 @@ def factors(matrix: Tensor, rank: int, generator: Generator) -> tuple[Tensor, Te
     else:
         from scipy.linalg import eigh
 
-        vectors = torch.from_numpy(eigh(gram.numpy(), subset_by_index=(n - rank, n - 1))[1])
+        with one_thread():  # of the library that the import loads
+            vectors = torch.from_numpy(eigh(gram.numpy(), subset_by_index=(n - rank, n - 1))[1])
     vectors = vectors.flip(1)
     image = matrix @ vectors
     roots = image.norm(dim=0).sqrt().clamp_min(torch.finfo(matrix.dtype).tiny)

@@ -221,7 +221,8 @@ class _Problem:
             return loss, (slope / size).reshape(-1).numpy()
 
         options: Any = {"maxiter": 100, "maxcor": 20, "ftol": 0.0, "gtol": 0.0}
-        found = minimize(flat, start.reshape(-1).numpy(), jac=True, method="L-BFGS-B", options=options)
+        with one_thread():  # of the library that the import loads
+            found = minimize(flat, start.reshape(-1).numpy(), jac=True, method="L-BFGS-B", options=options)
         both, _ = factors(found.x)
         return _balanced(both[0], both[1]) if move_key else (both[0], b)
 

@@ -1,6 +1,7 @@
 """Scans of state-space models: Mamba's over segments of the sequence at once, Mamba-2's in blocks of tokens."""
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,10 +12,22 @@ from torch.nn import functional as F
 from weightscope._util.checks import divided
 from weightscope.errors import UsageError
 
+Kernel = tuple[Callable[..., Tensor], Callable[..., Any]]
+"""The scans (T, B, n, p) of u = delta x, delta, A, B and C of T networks, and the gradients of those given dL/dy."""
+
 _AT_ONCE = 65_536  # states of one vector operation: enough to hide its call, few enough for the cache (measured)
 
 
-def selective_scan(x: Tensor, delta: Tensor, a: Tensor, b: Tensor, c: Tensor, *, segments: int | None = None) -> Tensor:
+def selective_scan(
+    x: Tensor,
+    delta: Tensor,
+    a: Tensor,
+    b: Tensor,
+    c: Tensor,
+    *,
+    segments: int | None = None,
+    kernel: Kernel | None = None,
+) -> Tensor:
     """Run a diagonal state-space model whose step, input and output maps depend on the token.
 
         h_i[d, n] = exp(delta_i[d] A[d, n]) h_{i-1}[d, n] + delta_i[d] B_i[n] x_i[d],      h_0 = 0
@@ -26,7 +39,8 @@ def selective_scan(x: Tensor, delta: Tensor, a: Tensor, b: Tensor, c: Tensor, *,
 
     Inputs x and y (B, n, p): batch, tokens, channels; steps (B, n, p) >= 0; rates A (p, N), < 0 for states that decay;
     maps B and C (B, n, N). `segments`, how many are run at once, affects speed only, except for rounding; None for a
-    number that fits the processor's cache. Differentiable once with respect to all five tensors.
+    number that fits the processor's cache. Differentiable once with respect to all five tensors. A `kernel` takes the
+    place of torch's operations.
 
     UsageError if shapes do not fit each other; nothing is broadcast.
 
@@ -37,7 +51,7 @@ def selective_scan(x: Tensor, delta: Tensor, a: Tensor, b: Tensor, c: Tensor, *,
         True
     """
     _check_shapes("(B, n, p), (B, n, p), (p, N), (B, n, N), (B, n, N)", x, delta, a, b, c)
-    y, _ = _Scan.apply(*(value.unsqueeze(0) for value in (delta * x, delta, a, b, c)), segments)
+    y, _ = _Scan.apply(*(value.unsqueeze(0) for value in (delta * x, delta, a, b, c)), segments, kernel)
     return y.squeeze(0)
 
 
@@ -72,9 +86,11 @@ class _Scan(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        u: Tensor, delta: Tensor, a: Tensor, b: Tensor, c: Tensor, segments: int | None
+        u: Tensor, delta: Tensor, a: Tensor, b: Tensor, c: Tensor, segments: int | None, kernel: Kernel | None
     ) -> tuple[Tensor, Tensor]:
-        """Map (T, B, n, p) to (T, B, n, p), and to all states (steps + 1, T, S B, N, p)."""
+        """Map (T, B, n, p) to (T, B, n, p), and to all states (steps + 1, T, S B, N, p); a kernel keeps none."""
+        if kernel is not None:
+            return kernel[0](u, delta, a, b, c), u.new_empty(0)
         networks, batch, tokens, channels = u.shape
         if segments is None:
             segments = max(1, _AT_ONCE // (networks * batch * channels * a.shape[-1]))
@@ -88,7 +104,7 @@ class _Scan(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        *values, _ = inputs
+        *values, _, ctx.kernel = inputs
         _, states = output
         ctx.save_for_backward(*values, states)
         ctx.mark_non_differentiable(states)
@@ -98,6 +114,8 @@ class _Scan(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
         """Run the adjoint recurrence of each network."""
         *values, states = ctx.saved_tensors
+        if ctx.kernel is not None:
+            return *ctx.kernel[1](grad, *values), None, None
         u, delta, a, b, c = values
         segments, tokens = states.shape[2] // u.shape[1], u.shape[2]
         us, deltas, bs, cs, grads = (_folded(value, segments) for value in (u, delta, b, c, grad))
@@ -109,17 +127,17 @@ class _Scan(torch.autograd.Function):
                 *inputs, states[:, part], grads[:, part], tuple(value[:, part] for value in found), segments
             )
         d_u, d_delta, d_b, d_c = (_unfolded(value, segments, tokens) for value in found)
-        return d_u, d_delta, d_a, d_b, d_c, None
+        return d_u, d_delta, d_a, d_b, d_c, None, None
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *inputs: Any) -> tuple[tuple[Tensor, Tensor], tuple[int, None]]:
         """Fold the axis that is mapped into that of the networks."""
-        *values, segments = inputs
+        *values, segments, kernel = inputs
         folded = []
         for value, dim in zip(values, in_dims, strict=False):
             value = value.expand(info.batch_size, *value.shape) if dim is None else value.movedim(dim, 0)
             folded.append(value.flatten(0, 1))
-        y, states = _Scan.apply(*folded, segments)
+        y, states = _Scan.apply(*folded, segments, kernel)
         return (y.unflatten(0, (info.batch_size, -1)), states), (0, None)
 
 

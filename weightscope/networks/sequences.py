@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from weightscope._util.checks import choice, divided
 from weightscope.errors import UsageError
 from weightscope.networks.layers import TEMPERATURE, Mlp, sinusoidal_positions
-from weightscope.networks.scans import block_scan, selective_scan
+from weightscope.networks.scans import Kernel, block_scan, selective_scan
 from weightscope.recipe.networks import LayerKind
 
 EMBEDDING_STD = 0.02  # of mamba_ssm and GPT-2
@@ -143,6 +143,8 @@ class MambaMixer(nn.Module):
     Source: Gu and Dao 2023, sections 3.4 and 3.6; thesis Eq. 3.35.
     """
 
+    kernel: Kernel | None = None  # of the scan; torch's operations by default
+
     def __init__(self, width: int, state: int = 16, expansion: int = 2) -> None:
         super().__init__()
         channels, self.rank, self.state = expansion * width, math.ceil(width / 16), state
@@ -176,7 +178,7 @@ class MambaMixer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         s = self.select(x)
-        y = selective_scan(s.x, s.delta, s.a, s.b.squeeze(2), s.c.squeeze(2))
+        y = selective_scan(s.x, s.delta, s.a, s.b.squeeze(2), s.c.squeeze(2), kernel=self.kernel)
         return self.finish(y + s.x * s.skip, s.gate)
 
 

@@ -27,7 +27,7 @@ from weightscope.errors import UsageError
 from weightscope.networks.convmixer import Residual
 from weightscope.networks.convnext import ConvNeXtBlock
 from weightscope.networks.layers import Attention, DropPath
-from weightscope.networks.sequences import TokenEmbedding
+from weightscope.networks.sequences import MambaMixer, TokenEmbedding
 from weightscope.networks.vit import Block
 from weightscope.recipe import OwnNetworkConfig, Recipe
 from weightscope.spec import WeightSpec
@@ -112,7 +112,7 @@ def networks_for(
     else:
         template = template.to(device) if own else template  # its constants, too
         if recipe.data.stacked:
-            nets = StackedNetworks(template, len(ids), device)
+            nets = StackedNetworks(template, len(ids), device, kernels=kernels)
         else:
             nets = BatchedNetworks(template, len(ids), device, kernels=kernels)
     nets.input_axes = recipe.data.input_axes
@@ -138,8 +138,9 @@ class StackedNetworks(Networks):
     channels into parts, as Mamba's does, cannot run on a channel axis that holds all networks.
     """
 
-    def __init__(self, template: nn.Module, count: int, device: Device = "cpu") -> None:
+    def __init__(self, template: nn.Module, count: int, device: Device = "cpu", *, kernels: Kernels = "torch") -> None:
         super().__init__(template, count, device)
+        self.kernels = kernels
         for tensor in self.spec:
             if tensor.role == "statistic":
                 raise UsageError(f"`{tensor.name}`, a buffer, cannot be batched; {USE_LOOP}")
@@ -150,6 +151,8 @@ class StackedNetworks(Networks):
         for layer in self.network.modules():
             if isinstance(layer, TokenEmbedding):
                 layer.checks = False  # the host cannot read one network's tokens
+            if isinstance(layer, MambaMixer) and kernels == "c":
+                layer.kernel = functions.scan, functions.scan_backward
         self._draws: dict[str, Tensor] = {}  # (T, v) each
 
     def drop_tokens(self, draws: Tensor) -> None:

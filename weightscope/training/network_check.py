@@ -173,8 +173,8 @@ _choices: dict[tuple[Any, ...], Choice] = {}  # a benchmark has many recipes tha
 def choose_kernels(recipe: Recipe, device: torch.device) -> Choice:
     """The kernels that train the recipe on a device; its network and compiled kernels are checked on first use.
 
-    With "auto", torch's are taken for sequences and where there is no C compiler or no Triton, and with a warning where
-    compiled kernels cannot be built or launched, or do not agree; with "compiled", these are errors.
+    With "auto", torch's are taken where there is no C compiler or no Triton and for sequences on a GPU, and with a
+    warning where compiled kernels cannot be built or launched, or do not agree; with "compiled", these are errors.
     """
     network = plugins.imported(recipe.network.type) if plugins.is_reference(recipe.network.type) else None
     key = network, str(device), os.environ.get("CC"), json.dumps(settings(recipe))
@@ -193,7 +193,7 @@ def settings(recipe: Recipe) -> list[Any]:
 def _choose(recipe: Recipe, device: torch.device) -> Choice:
     training = recipe.training
     check_network(recipe)
-    if training.kernels == "torch" or training.engine == "loop" or recipe.data.stacked:
+    if training.kernels == "torch" or training.engine == "loop":
         return Choice("torch")
     kernels: Kernels = "inductor" if device.type == "cuda" else "c"
     try:
@@ -215,6 +215,8 @@ def _refuse(recipe: Recipe, device: torch.device) -> None:
     """Raise NotSupported for what compiled kernels cannot do, and where there is no compiler."""
     if device.type not in ("cpu", "cuda"):
         raise NotSupported(f"kernels 'compiled' are for a CPU or CUDA, found device {device}; use kernels 'torch'")
+    if device.type == "cuda" and recipe.data.stacked:
+        raise NotSupported("kernels = 'compiled' on a GPU are for images, found sequences; use kernels 'torch'")
     if device.type == "cuda" and not has_triton():
         raise NotSupported(
             "kernels = 'compiled' need Triton on a GPU; `pip install triton` (part of torch for CUDA on Linux), or "

@@ -100,6 +100,19 @@ def attention(qkv: Tensor, *, kernels: Kernels) -> Tensor:
     return pytorch.attention(qkv)
 
 
+def scan(u: Tensor, delta: Tensor, a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    """`selective_scan` of T networks with inputs u = delta x, and a <= 0; in C."""
+    values = tuple(value.contiguous() for value in (u, delta, a, b, c))
+    (y,) = _filled("scan_forward", values, [u], (*u.shape, a.shape[-1]))
+    return y
+
+
+def scan_backward(grad: Tensor, *values: Tensor) -> list[Tensor]:
+    """The gradients of what `scan` takes, given that of its result."""
+    values = tuple(value.contiguous() for value in values)
+    return _filled("scan_backward", (*values, grad.contiguous()), values, (*grad.shape, values[2].shape[-1]))
+
+
 def adamw(
     weights: Tensor,
     gradient: Tensor,
