@@ -88,6 +88,7 @@ class AttentionMaps(Result):
         heads = sum(len(layer.maps) for layer in self.layers)
         return f"attention of {heads} heads in {len(self.layers)} layers on {self.images} {self.inputs}"
 
+    @one_thread()
     def rows(self) -> list[dict[str, Any]]:
         """One row for each layer and head.
 
