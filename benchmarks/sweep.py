@@ -4,11 +4,11 @@
 
 ConvNeXts of width 8 on the digits, 3 kernel sizes x 4 numbers of images x 2 rates, 2 initialisers, 3 seeds. The plan is
 made first; the sweep is killed when a third of the tiles are on disk and run again, and the tiles of before the kill
-must be unchanged. Times are wall times of the parts that train, on the machine as busy as it is. About a minute.
+must be unchanged. Times are wall times of tiles, on the machine as busy as it is; a tile that ends as the sweep is
+killed may have none, and the estimate is for as many tiles as have one. About a minute.
 """
 
 import argparse
-import json
 import os
 import signal
 import subprocess
@@ -23,7 +23,9 @@ from reporting import write
 from weightscope._util.environment import usable_cores
 from weightscope.benchmarking import bench, plan_bench
 from weightscope.recipe import Recipe
+from weightscope.training.collection import TileResult
 
+SECONDS = "seconds.txt"
 RECIPE = {
     "network": {"type": "convnext", "width": 8, "depth": 2, "patch_size": 1},
     "data": {"name": "digits", "test": 200},
@@ -41,9 +43,14 @@ DESIGN: dict[str, Any] = {
 
 
 def sweep(folder: Path, workers: int, epochs: int) -> None:
-    """Run the sweep, or what is left of it."""
+    """Run the sweep, or what is left of it; the seconds of each tile are lines of a file beside the folder."""
     recipe = Recipe.parse(RECIPE).replace({"training.epochs": epochs})
-    bench(recipe, out=folder, workers=workers, device="cpu", progress=False, **DESIGN)
+    with (folder.parent / SECONDS).open("a") as file:
+
+        def note(tile: TileResult) -> None:
+            print(tile.seconds, file=file, flush=True)
+
+        bench(recipe, out=folder, workers=workers, device="cpu", progress=False, on_tile=note, **DESIGN)
 
 
 def main() -> None:
@@ -73,13 +80,13 @@ def main() -> None:
         subprocess.run(command, check=True)
         after = {path: path.stat().st_mtime_ns for path in folder.rglob("*.h5")}
         repeated = sum(after[path] != before[path] for path in before)
-        seconds = [json.loads(path.read_text())["seconds"] for path in (folder / "times").rglob("*.json")]
-        estimate = sum(row["seconds"] for row in plan.cells)
+        seconds = [float(line) for line in (folder.parent / SECONDS).read_text().splitlines()]
+        estimate = sum(row["seconds"] for row in plan.cells) * len(seconds) / len(after)
         found = {"tiles": len(after), "kept": len(before), "repeated": repeated, "killed_after": killed_after}
         found |= {"estimated": estimate, "measured": sum(seconds), "timed_tiles": len(seconds)}
     print(plan.summary())
     print(f"{found['kept']} of {found['tiles']} tiles when killed, {repeated} of them repeated")
-    print(f"seconds of one worker: estimated {estimate:.0f}, measured {found['measured']:.0f}")
+    print(f"seconds of one worker, {len(seconds)} tiles: estimated {estimate:.0f}, measured {found['measured']:.0f}")
     write(given.json, [found])
 
 

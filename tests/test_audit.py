@@ -374,7 +374,8 @@ def test_expectations_of_ones_own(init):
     found = audit(model, init, limit=1e-3)
     (failure,) = found.failures
     assert (failure.statistic, failure.high) == ("largest", 1e-3)
-    assert "small_head: FAILED, 1 of 1 checks" in str(found)
+    assert "small_head: FAILED, 1 of 1 checks\n" in str(found), "nothing is known of the rate of false alarms"
+    assert found.false_alarm_rate is None
     assert audit(model.state_dict(), init, limit=0.6).passed
     if isinstance(init, str):
         found = audit(model, f"mimetic_attention + {init}", limit=1e-3, layers=1)

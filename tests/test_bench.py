@@ -89,6 +89,23 @@ def test_holm_adjustment_is_that_of_the_step_down_procedure() -> None:
     assert holm([]) == []
 
 
+@pytest.mark.parametrize(("n", "effect"), [(3, 0.0), (5, 0.2)])
+def test_false_alarms_and_intervals_of_six_arms_with_heavy_tails(n: int, effect: float) -> None:
+    """400 tables of which 5 % or fewer have a false alarm: more than 34 with a probability below 1e-3. Tests that are
+    not adjusted give 58 or more. Of 2,400 intervals, of which 95 % or more cover, fewer than 2,240 have one below 1e-3.
+    """
+    rng, alarms, covered, truth = np.random.default_rng(n), 0, 0, np.array([effect, 0.0, 0.0, 0.0, 0.0, 0.0])
+    for _ in range(400):
+        noise = 0.5 + 0.01 * rng.standard_t(3, (7, n)).clip(-25, 25)
+        values = {"default": list(noise[0])} | {f"a{j}": list(noise[j + 1] + truth[j]) for j in range(6)}
+        found = summarise(rows(values))[1:]
+        alarms += any(row["p_holm"] < 0.05 for row, true in zip(found, truth, strict=True) if true == 0)
+        low, high = np.array([row["difference_ci_holm"] for row in found]).T
+        covered += int(((low <= truth) & (truth <= high)).sum())
+    assert alarms <= 34
+    assert covered >= 2240
+
+
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("n", [2, 3, 6, 8])
 def test_differences_that_are_equal_up_to_rounding_have_no_t_test(n: int, dtype: Any) -> None:

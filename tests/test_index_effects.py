@@ -1,5 +1,7 @@
 """Whether units are exchangeable by distribution: false alarms of the permutation test, and what it finds."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -131,6 +133,8 @@ def test_results_say_it() -> None:
     assert [e["group"] for e in found.to_dict()["index_effects"] if e["p"] < 0.05] == ["channels"]
     fitted = fit(source, "*", structure="exchangeable", joint="all", permutations=PERMUTATIONS)
     assert "not exchangeable by distribution, 1 of 3 groups" in fitted.text()
+    quiet = described([replace(effect, p=1.0) for effect in found.index_effects])
+    assert quiet.startswith("by distribution, no effect of the index is shown in 3 groups of units (permutation test")
     one = covariance_exchangeable(WeightArray(packed(tensors)[:1], SPEC), permutations=PERMUTATIONS)
     assert one.index_effects == ()
     assert "by distribution" not in one.text()

@@ -20,6 +20,7 @@ from programs import ROOT, script
 from test_studies import COPYING, IMAGES, check_p_values
 
 from weightscope import anatomy, load_init
+from weightscope._util.environment import usable_cores
 from weightscope.benchmarking import bench
 from weightscope.networks import build_for
 from weightscope.population import Population
@@ -198,6 +199,15 @@ def test_the_benchmark_of_threads_runs(tmp_path: Path) -> None:
     options = "--depth 1 --repeats 1 --busy 1 --calls products"
     (row,) = run_script("benchmarks/threads.py", tmp_path / "threads.json", *options.split())
     assert row["ours"] > 0
+
+
+def test_a_killed_sweep_repeats_no_tile_and_its_tiles_are_timed(tmp_path: Path) -> None:
+    (row,) = run_script("benchmarks/sweep.py", tmp_path / "sweep.json", "--epochs", 1)
+    assert row["tiles"] == 48
+    assert row["repeated"] == 0
+    assert row["kept"] >= 16
+    assert row["tiles"] - 2 * usable_cores() <= row["timed_tiles"] <= row["tiles"]
+    assert 0.1 * row["estimated"] < row["measured"] < 10 * row["estimated"]
 
 
 def test_the_agreement_of_fast_and_plain_training_is_tested(tmp_path: Path) -> None:

@@ -291,11 +291,6 @@ def contrasts_text(contrasts: Sequence[dict[str, Any]], metric: Metric) -> str:
     return _ruled(header, lines)
 
 
-def p_text(p: float) -> str:
-    """A p-value with two digits."""
-    return f"{p:.2g}".replace("e-0", "e-")
-
-
 def _ruled(header: tuple[str, ...], rows: Iterable[tuple[Mapping[str, Any], list[str]]]) -> str:
     """A table of rows and what is shown of them, below a line; with a column of their cells if they are in any."""
     found = [(point_text(row.get("cell", {})), shown) for row, shown in rows]
@@ -321,7 +316,7 @@ def _compared(
 ) -> list[str]:
     """The cells of a test; the interval is empty if networks were `lost`, that is, have no finite value."""
     value = "" if difference is None else _number(difference, metric, "+")
-    return [value, "" if lost else _told(interval, metric), p_text(p)]
+    return [value, "" if lost else _told(interval, metric), f"{p:.2g}".replace("e-0", "e-")]
 
 
 def _told(interval: Sequence[float] | None, metric: Metric) -> str:
@@ -397,7 +392,10 @@ def _pictures(runs: Rows, arms: Rows, metric: Metric) -> dict[str, Picture]:
             said, shown = finding(from_controls(all_arms, control), metric), "scale" if kind == "scale" else control.key
             out[shown] = partial(plots.scale_and_structure, all_arms, metric=metric, control=kind), said
     if not axes and any(row["difference"] is not None for row in arms):
-        out["differences"] = partial(_drawn_differences, runs, metric), found
+        out["differences"] = (
+            (lambda title: plots.paired_differences(seed_differences(runs, metric), metric=metric, title=title)),
+            found,
+        )
     references = [row for row in all_arms if row["p_holm"] is None]
     for pair in combinations(axes, 2):
         for name, rows in list(_maps(arms, *pair).items())[:_LARGEST_MAPS]:
@@ -405,12 +403,6 @@ def _pictures(runs: Rows, arms: Rows, metric: Metric) -> dict[str, Picture]:
             draw = partial(plots.difference_map, rows, pair, metric=metric, of=name)
             out[f"map-{pair[0]}-{pair[1]}-{name}"] = draw, said
     return out
-
-
-def _drawn_differences(runs: Rows, metric: Metric, title: str | None) -> Any:
-    from weightscope import plots
-
-    return plots.paired_differences(seed_differences(runs, metric), metric=metric, title=title)
 
 
 def axes_of(arms: Rows) -> list[str]:

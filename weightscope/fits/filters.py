@@ -173,12 +173,6 @@ class ScheduleFit(NetworkFit):
         return "\n".join([call, *notes, "", row_table(columns, self.rows())])
 
 
-def _least(curve: Schedule) -> float:
-    """The smallest sigma on [0, 1]."""
-    vertex = -curve.v / curve.a if curve.a else 0.0
-    return min(curve(0.0), curve(1.0), curve(min(1.0, max(0.0, vertex))))
-
-
 def _left_out_line(layers: tuple[str, ...]) -> list[str]:
     unread = [layer for layer in layers if layer.endswith(")")]
     odd = [layer for layer in layers if layer not in unread]
@@ -401,7 +395,8 @@ def _schedule(fits: list[_LayerFit], depths: list[float], weights: np.ndarray) -
 
     def loss(logs: np.ndarray) -> float:
         found = curve(logs)
-        if (least := _least(found)) < _NARROWEST / 2:
+        vertex = np.clip(-found.v / found.a, 0.0, 1.0) if found.a else 0.0
+        if (least := min(found(0.0), found(1.0), found(float(vertex)))) < _NARROWEST / 2:  # on [0, 1]
             return 2.0 - least  # worse than any valid schedule, and decreasing towards valid ones
         return sum(w * (1 - fit.at(found(d)) ** 2) for w, fit, d in zip(weights, fits, depths, strict=True))
 

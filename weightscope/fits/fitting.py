@@ -489,7 +489,11 @@ def _totals(table: Sequence[Mapping[str, Any]], scores: Sequence[dict[str, np.nd
 
 
 def _differences(scores: np.ndarray, best: np.ndarray) -> dict[str, float]:
-    """Means over networks, and their standard errors."""
+    """Means over networks, and their standard errors.
+
+    Folds share networks, which these errors leave out: +-1.96 of them hold the expected difference of two fits in 81 to
+    93 % of cases (8 to 64 networks, 4 folds).
+    """
     means = {"log_prob": scores, "difference": scores - best}
     out = {key: float(values.mean()) for key, values in means.items()}
     return out | {f"{key}_se": float(values.std(ddof=1) / np.sqrt(len(values))) for key, values in means.items()}

@@ -80,7 +80,7 @@ def top_eigenpairs(total: Total, size: int, rank: int, *, memory: int = 2 << 30)
         method, (values, vectors) = "gram", _by_gram(held, known, rank)
     else:
         if fits:
-            total = _over(held)
+            total = lambda function, size=0: function(held)  # noqa: E731
         method, (values, vectors) = "randomised", _randomised(total, known, rank)
     vectors *= np.sign(vectors[np.arange(rank), np.abs(vectors).argmax(axis=1)])[:, None]
     return Eigenpairs(values, vectors, known.mean, variance, known.n, known.excluded, method)
@@ -105,10 +105,6 @@ def _by_gram(held: list[np.ndarray], known: EntryMoments, rank: int) -> tuple[np
         raise UsageError(f"rank: expected at most {varying}, the rank of the rows, found {rank}")
     vectors = np.concatenate([u.T @ centred(part) for part in parts], axis=1)
     return squares / (known.n - 1), vectors / np.sqrt(squares)[:, None]
-
-
-def _over(held: list[np.ndarray]) -> Total:
-    return lambda function, size=0: function(held)
 
 
 def _image(mean: np.ndarray, basis: np.ndarray, blocks: Iterable[np.ndarray]) -> np.ndarray:

@@ -448,7 +448,8 @@ def correlated_pairs(covariances: Sequence[TypeCovariance]) -> list[Pair]:
     about the means over networks, so that networks of different scale count alike, with its standard error compared
     with Student's t of N - 1 degrees of freedom. Of few units a sample correlation is too small on average; the mean
     and its interval are given as the correlations that have them as expectations (`unbiased`). With fewer than 3
-    networks, the correlation of their covariance, with 1 / sqrt(samples). Views of higher multiplicity: the largest
+    networks, the correlation of their covariance, with 1 / sqrt(samples). Of 3 or 4 networks, 6 to 7 % of the p-values
+    of independent views are below 0.05. Views of higher multiplicity: the largest
     canonical correlation with Bartlett's chi-squared test of Wilks' lambda; samples are divided by what units of
     different scale do to the variance of the two views' correlations (`TypeCovariance.inflation`), where that exceeds
     one. Its interval inverts the noncentral chi-squared distribution of the same statistic.

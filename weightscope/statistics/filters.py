@@ -32,7 +32,8 @@ def resized_covariance(covariance: np.ndarray, k: int, size: int) -> np.ndarray:
     if size == k:
         return covariance
     blocks = _recentred(covariance.reshape(k, k, k, k), size)  # (k, k, K, K)
-    along = _corner_to_corner(k, size)  # (K, k)
+    points = np.linspace(0, k - 1, size) if size > 1 else np.array([(k - 1) / 2])  # ends on ends, or the middle
+    along = np.maximum(0.0, 1.0 - np.abs(points[:, None] - np.arange(k)))  # (K, k), of linear interpolation
     out = np.einsum("ai,bj,ijlm->ablm", along, along, blocks, optimize=True).reshape(size * size, size * size)
     return 0.5 * (out + out.T)
 
@@ -61,12 +62,6 @@ def _recentred(pictures: np.ndarray, size: int) -> np.ndarray:
     out = np.broadcast_to(means, (*pictures.shape[:-2], size, size)).copy()
     out[..., pad : pad + k, pad : pad + k] = pictures
     return out
-
-
-def _corner_to_corner(k: int, size: int) -> np.ndarray:
-    """Weights (size, k) of linear interpolation on a line, ends on ends; a single target is in the middle."""
-    points = np.linspace(0, k - 1, size) if size > 1 else np.array([(k - 1) / 2])
-    return np.maximum(0.0, 1.0 - np.abs(points[:, None] - np.arange(k)))
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ def described(effects: Sequence[IndexEffect], level: float = 0.05) -> str:
     number = f"{len(effects)} group{'s' * (len(effects) > 1)} of units"
     if not failing:
         tested = f"permutation test of {effects[0].networks:,} networks, p >= {level:g}"
-        return f"exchangeable by distribution: no effect of the index in {number} ({tested})"
+        return f"by distribution, no effect of the index is shown in {number} ({tested})"
     shown = [
         f"{e.group} ({e.largest}: F = {e.f:.1f}, chance {e.chance:.1f}, p <= {e.p:.2g}; "
         f"{len(e.beyond)} means and variances beyond chance)"

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from scipy.sparse.linalg import LinearOperator, eigsh
+from scipy.special import stdtrit
 
 from weightscope._util.threads import threads_for
 from weightscope.errors import DataError
@@ -124,7 +125,7 @@ class Focus:
     # spread over that of equal variances, `(kh^2 + kw^2 - 2) / 12`: 1 for independent entries of one variance and any
     # kernel, below 1 if variance is concentrated in the middle
     relative_spread: float
-    relative_spread_se: float  # its standard error over the samples (delta method for a quotient of means)
+    relative_spread_se: float  # over the samples; 1.96 times it is half the 95 % interval, see `_quotient`
     central_share: float  # variance of the central pixels over the total variance
     central_share_se: float
     central_ratio: float  # central_share times P over the number of central pixels: 1 for equal variances
@@ -164,10 +165,17 @@ def centre_focus(samples: np.ndarray, shape: tuple[int, int], found: SliceMoment
 
 
 def _quotient(top: np.ndarray, bottom: np.ndarray) -> tuple[float, float]:
-    """The quotient of two means over n samples, and its standard error by the delta method."""
-    value = float(top.sum() / bottom.sum())
-    error = math.sqrt(float(((top - value * bottom) ** 2).sum()) * len(top) / (len(top) - 1)) / float(bottom.sum())
-    return value, error
+    """The quotient q of two sums over n samples, and an error e with the 95 % interval q +- 1.96 e.
+
+        w_k = b_k / sum b,   e = t(0.975, 1 / sum w^2 - 1) / 1.96 sqrt(sum ((t_k - q b_k) / (1 - w_k))^2) / sum b
+
+    It covers in 91 to 96 % of cases from 4 samples on, of unequal scale, too: these count as 1 / sum w^2 equal ones.
+    Two samples are equal about their mean, and say nothing: NaN. Source: MacKinnon and White 1985 (HC3), Kish 1965.
+    """
+    total, share = float(bottom.sum()), bottom / bottom.sum()
+    value, freedom = float(top.sum()) / total, max(1.0, 1 / float(share @ share) - 1)
+    error = float(np.linalg.norm((top - value * bottom) / np.maximum(1 - share, 1e-12))) / total
+    return value, error * float(stdtrit(freedom, 0.975)) / 1.96 if len(top) > 2 else math.nan
 
 
 def _correlations(found: SliceMoments, shape: tuple[int, int], central: np.ndarray) -> tuple[float, float]:
