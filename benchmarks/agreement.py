@@ -6,7 +6,9 @@ ConvNeXts on the digits, trained one by one in plain PyTorch (`plain.py`), in ti
 with compiled kernels (`--device cuda`: those of a GPU, in bfloat16 too). Each way has its own root seed, so the
 samples are independent. Test accuracy and test loss are compared with the plain ones by Welch's t test of the means and
 the two-sample Kolmogorov-Smirnov test, with Bonferroni's correction over all tests. The absence of a significant
-difference does not prove agreement; the intervals show how large a difference could be.
+difference does not prove agreement; the intervals show how large a difference could be, and `shown` is the difference
+of means that the corrected Welch test shows with a power of 80 %. Spreads are hardly tested: of 128 networks, one that
+is larger by half is shown with 7 %.
 """
 
 import argparse
@@ -82,12 +84,18 @@ def compare(samples: dict[str, np.ndarray]) -> list[dict[str, Any]]:
             ours, plain = samples[path][:, column], samples["plain"][:, column]
             welch = stats.ttest_ind(ours, plain, equal_var=False)
             low, high = welch.confidence_interval(0.95)
+            shown = _shown(welch.df, (high - low) / 2, 4 * (len(samples) - 1))
             about = {"row": f"{path}: {metric}", "ours": ours.mean(), "plain": plain.mean(), "std": plain.std(ddof=1)}
-            rows.append(about | {"difference_ci95": [low, high], "test": "Welch", "p": welch.pvalue})
+            rows.append(about | {"difference_ci95": [low, high], "shown": shown, "test": "Welch", "p": welch.pvalue})
             rows.append(about | {"test": "Kolmogorov-Smirnov", "p": stats.ks_2samp(ours, plain).pvalue})
     for row in rows:
         row["p_bonferroni"] = min(1.0, len(rows) * row["p"])
     return [{key: v.item() if isinstance(v, np.generic) else v for key, v in row.items()} for row in rows]
+
+
+def _shown(freedom: float, half: float, tests: int) -> float:
+    """The difference that Welch's test, one of several, shows with a power of 80 %, from half the 95 % interval."""
+    return (stats.t.isf(0.025 / tests, freedom) + stats.norm.isf(0.2)) * half / stats.t.isf(0.025, freedom)
 
 
 def main() -> None:
@@ -105,7 +113,7 @@ def main() -> None:
         means = f"{row['ours']:.4f} {row['plain']:.4f} (std {row['std']:.4f})"
         if "difference_ci95" in row:
             low, high = row["difference_ci95"]
-            means += f" difference {low:+.4f} to {high:+.4f}"
+            means += f" difference {low:+.4f} to {high:+.4f}, {row['shown']:.4f} shown with 80 %"
         print(f"{row['row']:<34} {means}  {row['test']:<18} p {row['p']:.3f}")
     about = environment(options.device) | {"networks": options.networks, "epochs": options.epochs}
     write(options.json, rows, **about)
