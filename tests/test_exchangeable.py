@@ -189,19 +189,23 @@ def test_a_diagonal_that_goes_with_a_bias_is_found() -> None:
     assert "mid.weight diagonal" in found.text()
 
 
-def test_intervals_of_canonical_correlations_cover() -> None:
+@pytest.mark.parametrize(("n", "spread"), [(30, 0.0), (8, 1.0)])
+def test_intervals_of_canonical_correlations_cover(n: int, spread: float) -> None:
     """Several copies each: the interval covers no correlation, and a planted one, in at least 95 % of populations."""
     spec = WeightSpec([TensorSpec("a", (8, 6)), TensorSpec("b", (8, 5))])
     permutations = PermutationSpec.from_axes(spec, {"a": ("units", None), "b": ("units", None)})
     for rho in (0.0, 0.3):
-        covered = 0
+        covered = tested = 0
         for seed in range(100):
-            x = np.random.default_rng(seed).standard_normal((30, spec.size))
+            rng = np.random.default_rng(seed)
+            x = rng.standard_normal((n, spec.size))
             a, b = (spec.unpack(x)[name] for name in ("a", "b"))
             b[..., 0] = rho * a[..., 0] + np.sqrt(1 - rho**2) * b[..., 0]
-            (pair,) = correlated_pairs(ExchangeableMoments(spec, permutations).update(x).covariances())
-            covered += pair.ci95[0] <= rho <= pair.ci95[1]
-        assert covered >= stats.binom.isf(1 - 1e-4, 100, 0.95)
+            x *= np.exp(spread * rng.standard_normal((n, 1)))
+            for pair in correlated_pairs(ExchangeableMoments(spec, permutations).update(x).covariances()):
+                covered, tested = covered + (pair.ci95[0] <= rho <= pair.ci95[1]), tested + 1
+        assert tested > 50, "the few of very unequal scale have too few samples for a test"
+        assert covered >= stats.binom.isf(1 - 1e-4, tested, 0.95)
 
 
 @pytest.mark.parametrize("units", [3, 8])

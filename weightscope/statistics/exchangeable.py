@@ -433,9 +433,7 @@ class Pair:
     a: str  # name of one view
     b: str  # name of the other
     correlation: float  # signed for one copy each, otherwise the largest canonical one
-    # 95 % interval of the true one; of a canonical one conservative, and the estimate, which chance increases, may be
-    # above it
-    ci95: tuple[float, float]
+    ci95: tuple[float, float]  # 95 %; of a canonical one conservative, and may be below the estimate, biased upwards
     z: float  # `correlation` in standard errors for one copy each; otherwise the normal quantile of p
     p: float  # two-sided, adjusted for the number of pairs of all types (Holm 1979)
     signed: bool  # whether each view has one copy
@@ -449,10 +447,10 @@ def correlated_pairs(covariances: Sequence[TypeCovariance]) -> list[Pair]:
     with Student's t of N - 1 degrees of freedom. Of few units a sample correlation is too small on average; the mean
     and its interval are given as the correlations that have them as expectations (`unbiased`). With fewer than 3
     networks, the correlation of their covariance, with 1 / sqrt(samples). Of 3 or 4 networks, 6 to 7 % of the p-values
-    of independent views are below 0.05. Views of higher multiplicity: the largest
-    canonical correlation with Bartlett's chi-squared test of Wilks' lambda; samples are divided by what units of
-    different scale do to the variance of the two views' correlations (`TypeCovariance.inflation`), where that exceeds
-    one. Its interval inverts the noncentral chi-squared distribution of the same statistic.
+    of independent views are below 0.05. Views of higher multiplicity: the largest canonical correlation with Bartlett's
+    chi-squared test of Wilks' lambda; samples are divided by what units of different scale do to the variance of the
+    two views' correlations (`TypeCovariance.inflation`), where that exceeds one. Its interval inverts the noncentral
+    chi-squared distribution of the same statistic; its upper end is the larger one of the divided and of all samples.
     """
     out = []
     for found in covariances:
@@ -468,7 +466,7 @@ def correlated_pairs(covariances: Sequence[TypeCovariance]) -> list[Pair]:
             tested = None
             if block.size > 1:
                 effect = 1.0 if found.inflation is None else max(1.0, float(found.inflation[index[a], index[b]]))
-                tested = _canonical(block, white[a], white[b], found.samples / effect)
+                tested = _canonical(block, white[a], white[b], found.samples, effect)
             elif (scale := sqrt(found.covariance[i, i] * found.covariance[j, j])) > 0:
                 value, error = (np.nan, np.nan) if found.own is None else found.own[:, i, j]
                 known = bool(np.isfinite(error))
@@ -520,19 +518,21 @@ def unbiased(mean: float, freedom: int) -> float:
 
 
 def _canonical(
-    block: np.ndarray, left: np.ndarray, right: np.ndarray, samples: float
+    block: np.ndarray, left: np.ndarray, right: np.ndarray, samples: int, effect: float
 ) -> tuple[float, tuple[float, float], float, float] | None:
     p, q = left.shape[1], right.shape[1]
-    if not p or not q or samples <= p + q + 2:
+    if not p or not q or samples / effect <= p + q + 2:
         return None
     values = np.linalg.svd(left.T @ block @ right, compute_uv=False).clip(0, 1 - 1e-12)
-    weight = samples - (p + q + 3) / 2
-    statistic = -weight * float(np.log1p(-(values**2)).sum())
+    explained = -float(np.log1p(-(values**2)).sum())
+    weights = np.array([samples / effect, samples]) - (p + q + 3) / 2
+    statistic = explained * weights[0]
     tail = float(chdtrc(p * q, statistic))
     # the logarithm of one that underflows is that of the leading term of the incomplete gamma function
     log_p = log(tail) if tail else (p * q / 2 - 1) * log(statistic / 2) - statistic / 2 - lgamma(p * q / 2)
     z = -float(ndtri(tail / 2)) if log_p > -600 else sqrt(-2 * log_p)
-    low, high = (_noncentrality(statistic, p * q, level) / weight for level in (0.975, 0.025))
+    low = _noncentrality(statistic, p * q, 0.975) / weights[0]
+    high = max(_noncentrality(explained * weight, p * q, 0.025) / weight for weight in weights)
     # -sum log(1 - rho^2) of all canonical correlations is at least that of the largest, at most min(p, q) times it
     interval = sqrt(-np.expm1(-low / min(p, q))), sqrt(-np.expm1(-high))
     return float(values[0]), interval, z, tail
