@@ -95,10 +95,6 @@ for _command in (
     cli.add_command(_command)
 
 
-# Of click 8.2; before, a command without arguments shows its help and ends without an error.
-_NO_ARGUMENTS: Any = getattr(click.exceptions, "NoArgsIsHelpError", ())
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line; every error is one line and an exit code (see `weightscope.errors`)."""
     arguments = list(sys.argv[1:] if argv is None else argv)
@@ -111,7 +107,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     except (click.exceptions.Abort, KeyboardInterrupt):
         click.echo("weightscope: interrupted", err=True)
         sys.exit(INTERRUPTED)
-    except _NO_ARGUMENTS as error:
+    except click.exceptions.NoArgsIsHelpError as error:
         error.show()
         sys.exit(error.exit_code)
     except click.ClickException as error:

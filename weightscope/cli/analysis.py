@@ -13,8 +13,8 @@ from weightscope.cli.options import (
     Named,
     OutputFile,
     choice_option,
-    code_option,
     command,
+    config_options,
     csv_option,
     data_option,
     figure_option,
@@ -30,6 +30,7 @@ from weightscope.cli.options import (
     permutations_option,
     reading_config,
     refuse_others,
+    show,
     spread_options,
     write_csv,
     write_json,
@@ -46,7 +47,7 @@ from weightscope.errors import DataError, UsageError, WeightscopeError
 @layout_option
 @file_options
 @json_option
-def inspect(source: str, code: bool, heads: Any, layout: str | None, json_file: Path | None) -> None:
+def inspect(source: str, code: bool, heads: Any, layout: str | None) -> None:
     """Describe the contents of a population, one of its networks (PATH.pop::k), an artifact, a checkpoint or an export.
 
     \b
@@ -61,22 +62,18 @@ def inspect(source: str, code: bool, heads: Any, layout: str | None, json_file: 
         member = population_member(source)
         population = population_contents(source if member is None else member[0])
         click.echo(population.code())
-        write_json(json_file, population.to_dict())
+        write_json(population.to_dict())
         return
-    description = contents(source, reading_config(heads, layout))
-    click.echo(description.text())
-    write_json(json_file, description.to_dict())
+    show(contents(source, reading_config(heads, layout)))
 
 
 @command()
 @click.argument("source", metavar="MODEL", type=Named())
-@heads_option
-@layout_option
-@code_option
+@config_options
 @file_options
 @csv_option
 @json_option
-def describe(source: Any, heads: Any, layout: str | None, code: str | None, json_file: Path | None) -> None:
+def describe(source: Any, config: Any) -> None:
     """Describe each weight matrix of a model: type, shape, norms, stable rank, diagonals of products, stripes.
 
     MODEL is a file, a model folder, PATH.pop::k or hf://org/name[@revision]. `inspect` lists what is in a file without
@@ -89,9 +86,7 @@ def describe(source: Any, heads: Any, layout: str | None, code: str | None, json
     """
     from weightscope.analysis.describe import describe as run
 
-    found = run(source, reading_config(heads, layout, code))
-    click.echo(found.text())
-    _keep(found, json_file)
+    show(run(source, config))
 
 
 @command()
@@ -99,7 +94,7 @@ def describe(source: Any, heads: Any, layout: str | None, code: str | None, json
 @spread_options
 @key_option
 @json_option
-def verify(source: str, json_file: Path | None, **options: Any) -> None:
+def verify(source: str, **options: Any) -> None:
     """Compare a population, an artifact or a model with the checksums that are known of its files.
 
     SOURCE is a .pop folder, an artifact, a file, a model folder or hf://org/name[@revision]. A file without a checksum
@@ -113,8 +108,7 @@ def verify(source: str, json_file: Path | None, **options: Any) -> None:
     from weightscope.analysis.inspection import verify as run
 
     found = run(source, **options)
-    click.echo(found.text())
-    write_json(json_file, found.to_dict())
+    show(found)
     found.raise_if_damaged()
 
 
@@ -244,7 +238,6 @@ def covariance(
     exchangeable: bool,
     partial: bool,
     workers: Any,
-    json_file: Path | None,
     **options: Any,
 ) -> None:
     """Compute and plot the joint covariance of tensors across a population, or covariances within networks.
@@ -282,8 +275,9 @@ def covariance(
     kind = {k: given[k] for k in ("kind",) if k in given}
     drawing = kind | {k: given.pop(k) for k in ("cells", "picture") if k in given}
     found = _covariance(chosen, opened, workers, given)
-    _show(found, out if hasattr(found, "plot") else None, **drawing)
-    _keep(found, json_file)
+    show(found)
+    if hasattr(found, "plot"):
+        _draw(found, out, **drawing)
 
 
 def _opened(source: Any, partial: bool, at: int | None) -> Any:
@@ -344,43 +338,22 @@ def _initialised(first: Any, inits: Sequence[str], part: Any) -> list[tuple[Any,
     return out
 
 
-def _show(found: Any, out: Path | None, notes: Sequence[str] = (), **drawing: Any) -> None:
-    """Print a result and draw it."""
-    click.echo(found.text())
-    for note in notes:
-        click.echo(f"warning: {note}")
-    if out is not None:
-        found.plot(out, **drawing)
-        click.echo(f"wrote {out}")
-
-
-def _keep(found: Any, json_file: Path | None) -> None:
-    """Write a result as CSV and JSON, if requested."""
-    write_csv(found)
-    write_json(json_file, found.to_dict())
+def _draw(found: Any, out: Path, **drawing: Any) -> None:
+    found.plot(out, **drawing)
+    click.echo(f"wrote {out}")
 
 
 @command()
 @click.argument("sources", nargs=-1, required=True, metavar="SOURCE...", type=Named())
 @figure_option("products.png")
-@heads_option
-@layout_option
-@code_option
+@config_options
 @click.option("--fold-norms", is_flag=True, help="Fold in the gain of the normalisation before the attention.")
 @click.option("--fold-scales", is_flag=True, help="Fold LayerScale into W_V W_O.")
 @many_options
 @file_options
 @csv_option
 @json_option
-def products(
-    sources: tuple[str, ...],
-    out: Path,
-    heads: Any,
-    layout: str | None,
-    code: str | None,
-    json_file: Path | None,
-    **options: Any,
-) -> None:
+def products(sources: tuple[str, ...], out: Path, **options: Any) -> None:
     """Compute W_Q W_K^T and W_V W_O of every layer and head, and test their diagonals.
 
     SOURCE is a .safetensors or .pt file, a model folder, PATH.pop::k (network k of a population) or
@@ -398,9 +371,9 @@ def products(
     """
     from weightscope.analysis.attention_products import products as compute
 
-    found = compute(*sources, config=reading_config(heads, layout, code), **options)
-    _show(found, out)
-    _keep(found, json_file)
+    found = compute(*sources, **options)
+    show(found)
+    _draw(found, out)
     _refuse(found.failed, sources)
 
 
@@ -462,7 +435,6 @@ def attention_maps(
     kind: str,
     layers: list[int] | None,
     corner: int | None,
-    json_file: Path | None,
     workers: Any,
     **options: Any,
 ) -> None:
@@ -505,11 +477,14 @@ def attention_maps(
     drawing = {} if kind == "maps" else {"kind": kind}
     if len(sources) == 1:
         found, notes = one(sources[0])
-        _show(found, None if kind == "mean" else out, notes, **drawing)
+        show(found)
+        for note in notes:
+            click.echo(f"warning: {note}")
         if kind == "mean":
             mean_maps({label_of(sources[0]): found}, out, corner=corner)
             click.echo(f"wrote {out}")
-        _keep(found, json_file)
+        else:
+            _draw(found, out, **drawing)
         return
     failed, models, names = {}, {}, labels_of([label_of(source) for source in sources], None)
     files = labels_of([re.sub("[^A-Za-z0-9._-]+", "-", name) for name in names], None)
@@ -518,8 +493,9 @@ def attention_maps(
             failed[name] = str(each).removeprefix(f"{name}: ")
             continue
         found, notes = each
-        click.echo(f"{name}:")
-        _show(found, None if kind == "mean" else out.with_stem(f"{out.stem}-{file}"), notes, **drawing)
+        click.echo("\n".join([f"{name}:", found.text(), *(f"warning: {note}" for note in notes)]))
+        if kind != "mean":
+            _draw(found, out.with_stem(f"{out.stem}-{file}"), **drawing)
         click.echo()
         models[name] = found
     if not models:
@@ -531,7 +507,7 @@ def attention_maps(
     for name, why in failed.items():
         click.echo(f"warning: {name}: left out: {why}")
     write_csv(models)
-    write_json(json_file, {"models": {name: found.to_dict() for name, found in models.items()}, "failed": failed})
+    write_json({"models": {name: found.to_dict() for name, found in models.items()}, "failed": failed})
     _refuse(failed, sources)
 
 
@@ -562,22 +538,12 @@ def _maps_of(
     help="NAME, NAME+NAME, MODULE:FUNCTION, a .toml file with its parameters, or a fit to networks (.safetensors); "
     "all if not given.",
 )
-@heads_option
-@layout_option
-@code_option
+@config_options
 @click.option("--no-strict", is_flag=True, help="Audit what can be read, and list what looks alike and cannot.")
 @file_options
 @csv_option
 @json_option
-def audit(
-    source: str,
-    init: str | None,
-    heads: Any,
-    layout: str | None,
-    code: str | None,
-    no_strict: bool,
-    json_file: Path | None,
-) -> None:
+def audit(source: str, init: str | None, config: Any, no_strict: bool) -> None:
     """Check whether a checkpoint has the structure that an initialiser produces.
 
     SOURCE is a .safetensors or .pt file, a model folder or PATH.pop::k, network k of a population. Tests the effective
@@ -600,8 +566,7 @@ def audit(
 
         parsed = labelled(init)[1]
         name, parameters = parsed.name, parsed.parameters
-    report = run(model, name, config=reading_config(heads, layout, code), **{"strict": not no_strict, **parameters})
-    click.echo(str(report))
-    _keep(report, json_file)
+    report = run(model, name, config=config, **{"strict": not no_strict, **parameters})
+    show(report)
     if init is not None and not report.passed:
         raise SystemExit(1)

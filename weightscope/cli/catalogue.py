@@ -8,14 +8,13 @@ import textwrap
 import tomllib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from weightscope._util.names import unknown
 from weightscope._util.results import Result
-from weightscope.cli.options import Named, command, json_option, write_json
+from weightscope.cli.options import Named, command, json_option, show
 from weightscope.errors import UsageError
 
 if TYPE_CHECKING:
@@ -203,7 +202,7 @@ def _first_line(item: Any) -> str:
 @command("list")
 @click.argument("kind", required=False, type=Named("kinds", files=False))
 @json_option
-def list_(kind: str | None, json_file: Path | None) -> None:
+def list_(kind: str | None) -> None:
     """List initialisers, structures, networks, data sets and recipes, with their parameters and sources.
 
     KIND is initialisers, structures, networks, datasets or recipes; everything by default.
@@ -213,6 +212,4 @@ def list_(kind: str | None, json_file: Path | None) -> None:
       weightscope list
       weightscope list initialisers --json initialisers.json
     """
-    found = catalogue(kind)
-    click.echo(found.text())
-    write_json(json_file, found.to_dict())
+    show(catalogue(kind))

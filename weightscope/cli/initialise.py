@@ -33,7 +33,6 @@ def init(
     out: Path | None,
     audit: bool,
     verify_only: bool,
-    json_file: Path | None,
 ) -> None:
     """Build an untrained model, initialise it, and write it where its library loads it from.
 
@@ -76,6 +75,6 @@ def init(
         report = run(module, "+".join(filter(None, names)), **config.parameters)
         click.echo(f"\naudit: {report.summary()}" if report.passed else f"\n{report}")
         result["audit"], passed = report.to_dict(), report.passed
-    write_json(json_file, result)
+    write_json(result)
     if not passed:
         raise SystemExit(1)

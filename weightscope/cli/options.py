@@ -20,7 +20,8 @@ from click.shell_completion import CompletionItem
 
 from weightscope.errors import UsageError
 
-_STDOUT, _OVERWRITE, _CSV = "stdout of --json -", "value of --overwrite", "file of --csv"
+_STDOUT, _OVERWRITE = "stdout of --json -", "value of --overwrite"
+_JSON, _CSV = "file of --json", "file of --csv"
 
 
 def _registered(registry: str, package: str) -> list[str]:
@@ -214,17 +215,17 @@ class Command(click.Command):
 command = functools.partial(click.command, cls=Command)
 
 
-json_option = click.option(
-    "--json", "json_file", type=_JSONFile(), help="Also write the result as JSON; - writes it to standard output."
-)
+def _noted(flag: str, file: OutputFile, key: str, help: str) -> Callable[[Callable[..., Any]], Any]:
+    """An option whose file `show` writes."""
 
-csv_option = click.option(
-    "--csv",
-    type=OutputFile(".csv"),
-    help="Also write the rows as CSV.",
-    expose_value=False,
-    callback=lambda context, _, path: context.meta.__setitem__(_CSV, path),
-)
+    def note(context: click.Context, _: click.Parameter, path: Path | None) -> None:
+        context.meta[key] = path
+
+    return click.option(flag, type=file, help=help, expose_value=False, callback=note)
+
+
+json_option = _noted("--json", _JSONFile(), _JSON, "Also write the result as JSON; - writes it to standard output.")
+csv_option = _noted("--csv", OutputFile(".csv"), _CSV, "Also write the rows as CSV.")
 
 
 def out_option(help: str, default: str | None = None, type: Any = None) -> Callable[[Callable[..., Any]], Any]:
@@ -283,6 +284,16 @@ def reading_config(heads: Any, layout: str | None, code: str | None = None) -> d
     out = {} if heads is None else {"heads" if isinstance(heads, dict) else "num_attention_heads": heads}
     given = {"layout": layout, "code": code}
     return out | {key: value for key, value in given.items() if value is not None} or None
+
+
+def config_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """`--heads`, `--layout` and `--code`; the command gets the `config` that stands for them."""
+
+    @functools.wraps(command)
+    def run(*args: Any, heads: Any, layout: str | None, code: str | None, **options: Any) -> Any:
+        return command(*args, config=reading_config(heads, layout, code), **options)
+
+    return heads_option(layout_option(code_option(run)))
 
 
 def choice_option(name: str, values: str, help: str, default: str | None = None) -> Callable[[Callable[..., Any]], Any]:
@@ -355,13 +366,20 @@ class Warnings(logging.Handler):
             click.echo(text, err=True)
 
 
-def write_json(path: Path | None, values: Mapping[str, Any]) -> None:
+def show(result: Any) -> None:
+    """Print a result, and write the files of `--csv` and `--json`, if requested."""
+    click.echo(result.text())
+    write_csv(result)
+    write_json(result.to_dict())
+
+
+def write_json(values: Mapping[str, Any]) -> None:
     """Write the file of `--json`, if requested."""
-    if path is None:
+    context = click.get_current_context()
+    if (path := context.meta.get(_JSON)) is None:
         return
     from weightscope._util import atomic, outputs
 
-    context = click.get_current_context()
     told = [text for handler in logging.getLogger("weightscope").handlers for text in getattr(handler, "texts", ())]
     values = {outputs.WRITTEN_BY: f"weightscope {context.command.name}", **values} | (
         {"warnings": told} if told else {}
@@ -375,8 +393,7 @@ def write_json(path: Path | None, values: Mapping[str, Any]) -> None:
 
 def write_csv(result: Any) -> None:
     """Write the file of `--csv`, if requested: the rows of a result, or of several by the names of their models."""
-    path: Path | None = click.get_current_context().meta[_CSV]
-    if path is not None:
+    if (path := click.get_current_context().meta.get(_CSV)) is not None:
         import pandas  # half a second
 
         from weightscope._util import atomic

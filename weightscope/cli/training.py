@@ -30,10 +30,10 @@ from weightscope.cli.options import (
     reading_config,
     refuse_others,
     set_option,
+    show,
     spread_options,
     training_options,
     varied,
-    write_csv,
     write_json,
 )
 from weightscope.errors import UsageError
@@ -72,15 +72,7 @@ def demo(out: Path, networks: int, epochs: int, seeds: int, **options: Any) -> N
 @set_option
 @training_options
 @json_option
-def collect(
-    recipe: str,
-    out: str,
-    plan: bool,
-    price: float | None,
-    changes: tuple[str, ...],
-    json_file: Path | None,
-    **options: Any,
-) -> None:
+def collect(recipe: str, out: str, plan: bool, price: float | None, changes: tuple[str, ...], **options: Any) -> None:
     """Train a population of networks, or resume training one.
 
     RECIPE is a TOML file, the name of a shipped recipe (weightscope list recipes), or a population, whose recipe is
@@ -103,9 +95,7 @@ def collect(
 
         if options.pop("shard") is not None:
             raise UsageError("--shard cannot be combined with --plan, which is about all tiles")
-        found = estimate(wanted, out, price=price, **options)
-        click.echo(found.text())
-        write_json(json_file, found.to_dict())
+        show(estimate(wanted, out, price=price, **options))
         return
     from weightscope.analysis.inspection import population_contents
     from weightscope.training.collection import collect as train
@@ -113,8 +103,7 @@ def collect(
     train(wanted, out, **options)
     contents = population_contents(out)
     click.echo(contents.brief())
-    if json_file is not None:
-        write_json(json_file, contents.to_dict())
+    write_json(contents.to_dict())
 
 
 @command("import")
@@ -167,7 +156,7 @@ def import_(sources: tuple[str, ...], out: str, select: str, snapshots: str, **o
 @command("status")
 @click.argument("path", type=Named())
 @json_option
-def show_status(path: str, json_file: Path | None) -> None:
+def show_status(path: str) -> None:
     """How far a population or a benchmark is: networks, rate, expected end.
 
     PATH is a population's folder or a benchmark's. Counts files only, so it works for every backend and from another
@@ -179,9 +168,7 @@ def show_status(path: str, json_file: Path | None) -> None:
     """
     from weightscope.training.status import status
 
-    found = status(path)
-    click.echo(found.text())
-    write_json(json_file, found.to_dict())
+    show(status(path))
 
 
 def _gain(text: str) -> float | str:
@@ -255,7 +242,6 @@ def fit_init(
     gain: float | str | None,
     at: int | None,
     partial: bool,
-    json_file: Path | None,
     workers: Any,
     **settings: Any,
 ) -> None:
@@ -354,7 +340,7 @@ def fit_init(
         f"wrote {out}"
         + (f"; try it: weightscope bench RECIPE --init {out.stem}:start, in its folder" if explain else "")
     )
-    write_json(json_file, result.to_dict() | curve)
+    write_json(result.to_dict() | curve)
 
 
 # What is fitted -> the options that go with it.
@@ -408,7 +394,6 @@ def bench(
     recipe: str,
     inits: tuple[str, ...],
     out: Path | None,
-    json_file: Path | None,
     only_plan: bool,
     probe: bool,
     throughput: bool,
@@ -448,15 +433,12 @@ def bench(
     else:
         plan = plan_bench(wanted, inits, folder, vary=varied(vary), **options, measure=only_plan)
         if only_plan:
-            click.echo(plan.text())
-            write_json(json_file, plan.to_dict())
+            show(plan)
             return
         click.echo(plan.summary(), err=True)  # as progress is; the results are on stdout
         result = plan.run(throughput=throughput)
-    click.echo(result.text())
+    show(result)
     click.echo(f"wrote {', '.join(map(str, _write(result, folder)))}")
-    write_csv(result)
-    write_json(json_file, result.to_dict())
 
 
 def _write(result: Any, folder: Path) -> list[Path]:
@@ -482,7 +464,7 @@ def _write(result: Any, folder: Path) -> list[Path]:
 @figure_option("comparison.png")
 @csv_option
 @json_option
-def compare(runs: tuple[Path, ...], out: Path, json_file: Path | None, **options: Any) -> None:
+def compare(runs: tuple[Path, ...], out: Path, **options: Any) -> None:
     """Compare arms of runs that were made elsewhere, paired by seed: differences, intervals, Holm's adjustment.
 
     RUNS is a CSV with a row for each run, or folders of timm (summary.csv) or TensorBoard logs, whose names tell the
@@ -496,11 +478,9 @@ def compare(runs: tuple[Path, ...], out: Path, json_file: Path | None, **options
     from weightscope.benchmarking.comparing import compare as run
 
     result = run(list(runs), **{key: value for key, value in options.items() if value is not None})
-    click.echo(result.text())
+    show(result)
     result.plot(out)
     click.echo(f"wrote {out}")
-    write_csv(result)
-    write_json(json_file, result.to_dict())
 
 
 @command()
