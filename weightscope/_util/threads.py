@@ -31,10 +31,30 @@ class one_thread(ContextDecorator):
     """
 
     def __enter__(self) -> None:
-        _enter()
+        global _inside
+        _here.depth += 1
+        found = [name for name in _LOADERS if name in sys.modules] == _loaded
+        if _here.depth > 1 and found:
+            return
+        with _lock:
+            _inside += _here.depth == 1
+            if not found:
+                _find()
+            _limit()
 
     def __exit__(self, *exception: object) -> None:
-        _leave()
+        global _inside
+        _here.depth -= 1
+        if _here.depth:
+            return
+        with _lock:
+            _inside -= 1
+            if _here.torch:
+                sys.modules["torch"].set_num_threads(_before["torch"])
+                _here.torch = False
+            if _inside == 0:
+                _set(limited=False)
+                _before.clear()
 
 
 @contextmanager
@@ -99,31 +119,3 @@ def _set(limited: bool) -> None:
             _set_library(library, 1 if limited else _before[library.filepath])
     if _here.torch:
         sys.modules["torch"].set_num_threads(1 if limited else _before["torch"])
-
-
-def _enter() -> None:
-    global _inside
-    _here.depth += 1
-    found = [name for name in _LOADERS if name in sys.modules] == _loaded
-    if _here.depth > 1 and found:
-        return
-    with _lock:
-        _inside += _here.depth == 1
-        if not found:
-            _find()
-        _limit()
-
-
-def _leave() -> None:
-    global _inside
-    _here.depth -= 1
-    if _here.depth:
-        return
-    with _lock:
-        _inside -= 1
-        if _here.torch:
-            sys.modules["torch"].set_num_threads(_before["torch"])
-            _here.torch = False
-        if _inside == 0:
-            _set(limited=False)
-            _before.clear()

@@ -246,14 +246,12 @@ class Heads(click.ParamType):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """An integer, or a dictionary."""
-        pairs = [text.rpartition("=") for text in str(value).split(",")]
-        if any(not number.isdecimal() or not int(number) or bool(part) != bool(sign) for part, sign, number in pairs):
+        if re.fullmatch("0*[1-9][0-9]*", str(value)):
+            return int(value)
+        pairs = [re.fullmatch("(.+)=(0*[1-9][0-9]*)", text) for text in str(value).split(",")]
+        if not all(pairs):
             self.fail(f"expected a number of heads, or PART=NUMBER,..., found {value!r}", param, ctx)
-        if len(pairs) == 1 and not pairs[0][0]:
-            return int(pairs[0][2])
-        if not all(part for part, _, _ in pairs):
-            self.fail(f"expected PART=NUMBER,..., found {value!r}", param, ctx)
-        return {part: int(number) for part, _, number in pairs}
+        return {pair[1]: int(pair[2]) for pair in pairs if pair}
 
 
 heads_option = click.option(

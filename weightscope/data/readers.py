@@ -24,20 +24,15 @@ Layout = tuple[str, tuple[str, ...]]
 """A data set's usual folder, whose files may also be in the searched one itself, and files that identify it."""
 
 
-def find(root: Path | None, *layouts: Layout) -> tuple[Path, Layout] | None:
-    """The first folder with a data set in one of the layouts, or None."""
+def find(info: DatasetInfo, root: Path | None, *layouts: Layout) -> tuple[Path, Layout]:
+    """The first folder with a data set in one of the layouts; DataError if there is none."""
     for searched in search_folders(root):
         for layout in layouts:
             for folder in (searched / layout[0], searched):
                 if any((folder / file).is_file() for file in layout[1]):
                     return folder, layout
-    return None
-
-
-def missing(info: DatasetInfo, root: Path | None) -> DataError:
-    """The error that says where files were searched for, and how to get them."""
     looked = ", ".join(str(folder.absolute()) for folder in search_folders(root))
-    return DataError(
+    raise DataError(
         f"{info.name}: expected its files in one of {looked}, found none; {info.how_to_get}; "
         "or name another folder with --data or WEIGHTSCOPE_DATA"
     )
@@ -85,10 +80,8 @@ _HOW = "unpack the official files (or torchvision's) so that one of these contai
 def cifar(info: DatasetInfo, root: Path | None, train: int, test: int) -> Arrays:
     """CIFAR-10 or CIFAR-100; only the files that hold the images are read."""
     versions = {(version[0], (*version[1], version[2])): version for version in _CIFAR[info.name]}
-    found = find(root, *versions)
-    if found is None:
-        raise missing(info, root)
-    folder, (_, train_files, test_file, labels) = found[0], versions[found[1]]
+    folder, layout = find(info, root, *versions)
+    _, train_files, test_file, labels = versions[layout]
     each = info.train // len(train_files)
     files = [folder / name for name in train_files[: -(-train // each)]]
     parts = [_read_cifar(existing(file, info), labels, info, each) for file in files]
@@ -175,12 +168,10 @@ _UBYTE = 0x08  # the IDX type code of unsigned bytes
 )
 def fashion_mnist(info: DatasetInfo, root: Path | None, train: int, test: int) -> Arrays:
     """Fashion-MNIST; an uncompressed file is preferred to a compressed one."""
-    found = find(root, *_FASHION)
-    if found is None:
-        raise missing(info, root)
+    folder, _ = find(info, root, *_FASHION)
 
     def part(images: str, labels: str, count: int) -> Part:
-        paths = [found[0] / images, found[0] / labels]
+        paths = [folder / images, folder / labels]
         paths = [path if path.is_file() else existing(path.with_name(f"{path.name}.gz"), info) for path in paths]
         pixels = _read_idx(paths[0], (count, info.size, info.size))
         return checked_part(pixels, _read_idx(paths[1], (count,)), info, paths[1])
@@ -191,7 +182,10 @@ def fashion_mnist(info: DatasetInfo, root: Path | None, train: int, test: int) -
 
 def fashion_mnist_at_hand(root: Path | None = None) -> bool:
     """Whether its files are in one of the folders that are searched."""
-    return find(root, *_FASHION) is not None
+    try:
+        return bool(find(DatasetInfo("fashion-mnist", **DATASETS.details["fashion-mnist"]), root, *_FASHION))
+    except DataError:
+        return False
 
 
 def _read_idx(path: Path, shape: tuple[int, ...]) -> np.ndarray:

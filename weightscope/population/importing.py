@@ -115,10 +115,7 @@ class _Run:
             ) from None
         except (DataError, UsageError) as error:
             if created and self.manifest is not None and (self.unfit or isinstance(error, UsageError)):
-                atomic.remove_folder(self.path / manifests.SHARDS)
-                (self.path / manifests.NAME).unlink()
-                if not existed:
-                    atomic.remove_folder(self.path)
+                manifests.remove(self.path, existed)
             raise
         for what, names in (self.told | {f"not imported: {why}": names for why, names in self.unfit.items()}).items():
             count = f"{len(names)} network{'s' * (len(names) > 1)}"
@@ -251,8 +248,7 @@ def import_networks(
         imported = replace(made, tile=tile, snapshots=steps)
         manifest = Manifest(imported, spec, environment("cpu"), count, inputs, texts)
         matched, _ = manifests.create_or_match(path, manifest, resize=False)
-        for folder in (path, path / manifests.SHARDS):
-            atomic.sweep(folder)
+        manifests.sweep(path)
         return manifest, matched.networks
 
     read = _read(wanted, networks, None if snapshots is None else tuple(snapshots))

@@ -223,6 +223,21 @@ def record_size(path: Path, reached: Manifest) -> None:
             atomic.write(path / NAME, there.resized(reached.networks).to_bytes())
 
 
+def sweep(path: Path) -> None:
+    """Remove what killed processes left in a population's folder."""
+    for folder in (path, path / SHARDS):
+        atomic.sweep(folder)
+
+
+def remove(path: Path, existed: bool) -> None:
+    """Remove a population that was just created, and its folder unless it existed before."""
+    sweep(path)
+    atomic.remove_folder(path / SHARDS)
+    (path / NAME).unlink()
+    if not existed:
+        atomic.remove_folder(path)
+
+
 def match(path: Path, there: Manifest, wanted: Manifest) -> None:
     """Refuse to add networks of `wanted` to the population `there`; only N may differ, and "auto" takes its kernels."""
     if there.imported or wanted.imported:

@@ -159,7 +159,8 @@ def train(
                 # paths are absolute for workers in other folders; messages show them as given
                 absolute = [replace(request, path=request.path.absolute()) for request in begun]
                 task = partial(train_shard, training.train_tile, absolute)
-                results = spread(task, todo, workers.on_device(begun[0].device, len(todo)), _named)
+                on = workers.on_device(begun[0].device, len(todo))
+                results = spread(task, todo, on, lambda i: f"tile {i[1]}" + f" of population {i[0]}" * (i[0] > 0))
                 with contextlib.closing(results), _Bar(total, kept, show=progress, desc=label) as bar:
                     for (at, tile), (seconds, speed) in results:
                         request = begun[at]
@@ -181,11 +182,7 @@ def train(
         raise
     finally:
         for request in begun:
-            _sweep(request.path)  # workers that were ended may have been writing
-
-
-def _named(item: Item) -> str:
-    return f"tile {item[1]} of population {item[0]}" if item[0] else f"tile {item[1]}"
+            manifests.sweep(request.path)  # workers that were ended may have been writing
 
 
 def train_shard(
@@ -222,7 +219,7 @@ def _scan(request: Request, shard: int | None) -> tuple[list[int], int]:
     path, manifest = request.path, request.manifest
     if shard is not None and not 0 <= shard < manifest.tiles:
         raise UsageError(f"shard: expected 0 to {manifest.tiles - 1} for {manifest.networks} networks, found {shard}")
-    _sweep(path)
+    manifests.sweep(path)
     done = set()
     for tile in shards.tiles_on_disk(path, manifest) if shard is None else [shard]:
         if shards.is_done(path, manifest, tile):
@@ -258,21 +255,11 @@ def _failure(errors: Mapping[Item, Exception], requests: Sequence[Request]) -> W
     return kind(f"{why}, in {'; '.join(named)}: {_kept(requests)}; run the same command again, {advice}")
 
 
-def _sweep(path: Path) -> None:
-    for folder in (path, path / manifests.SHARDS):
-        atomic.sweep(folder)
-
-
 def _leave_nothing(created: Sequence[tuple[Path, bool]]) -> None:
     """Remove populations that were just created and have no networks; their folders unless they existed."""
     for path, existed in created:
-        folder = path / manifests.SHARDS
-        if not any(folder.glob("*.h5")):
-            _sweep(path)
-            atomic.remove_folder(folder)
-            (path / manifests.NAME).unlink()
-            if not existed:
-                atomic.remove_folder(path)
+        if not any((path / manifests.SHARDS).glob("*.h5")):
+            manifests.remove(path, existed)
 
 
 @contextlib.contextmanager

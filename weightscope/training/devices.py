@@ -3,7 +3,7 @@
 import ctypes
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -58,11 +58,9 @@ def check_memory(recipe: Recipe, device: torch.device) -> None:
         )
 
 
-@contextmanager
-def current(device: torch.device) -> Iterator[None]:
+def current(device: torch.device) -> AbstractContextManager[None]:
     """Launch kernels on `device` within the block; does nothing for a CPU."""
-    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-        yield
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 @contextmanager

@@ -106,9 +106,7 @@ def train_tile(
         return TileRun(recipe, tile, data, where, kernels).train()
 
 
-@lru_cache(maxsize=2)
-def _loaded(section: Task, root: str | Path | None) -> DataSource:
-    return section.load(root)
+_loaded = lru_cache(maxsize=2)(Task.load)
 
 
 def swept(value: Any, root: int, k: int, position: int) -> float:

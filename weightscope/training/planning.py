@@ -141,25 +141,21 @@ def plan(
 
 def tile_seconds(requests: Sequence[Request], workers: Workers) -> list[float]:
     """Expected seconds of a tile of each request; those that differ in nothing that takes time are timed once."""
-    about = [_takes(request) for request in requests]
+    about = []  # what steps and evaluations depend on in time
+    for request in requests:
+        recipe, training = request.recipe, request.recipe.training
+        values = recipe.population.tile, training.ema, training.clip_norm, recipe.distillation
+        about.append(repr((settings(recipe), values)))
     kinds = list(dict.fromkeys(about))
     measured = partial(_timed, [requests[about.index(kind)] for kind in kinds])
     here = len(kinds) == 1 and workers.backend == "loky" and not workers.gpu  # a process takes longer to start
     found = {0: measured(0)} if here else dict(spread(measured, range(len(kinds)), workers))
-    costs = dict(zip(kinds, (found[i] for i in range(len(kinds))), strict=True))
-    return [_seconds(request, *costs[kind]) for request, kind in zip(requests, about, strict=True)]
-
-
-def _takes(request: Request) -> str:
-    """What of a request steps and evaluations depend on in time."""
-    recipe, training = request.recipe, request.recipe.training
-    return repr((settings(recipe), recipe.population.tile, training.ema, training.clip_norm, recipe.distillation))
-
-
-def _seconds(request: Request, start: float, step: float, steps: int, evaluation: float) -> float:
-    training = request.recipe.training
-    evaluations = training.epochs if training.evaluate == "epoch" else 1
-    return start + training.epochs * steps * step + evaluations * evaluation
+    out = []
+    for request, kind in zip(requests, about, strict=True):
+        (start, step, steps, evaluation), training = found[kinds.index(kind)], request.recipe.training
+        evaluations = training.epochs if training.evaluate == "epoch" else 1
+        out.append(start + training.epochs * steps * step + evaluations * evaluation)
+    return out
 
 
 def _timed(requests: Sequence[Request], i: int) -> tuple[float, float, int, float]:

@@ -36,12 +36,6 @@ class Status(Result):
             recent = [(shards.shard_file(path, t).stat().st_mtime, manifest.rows(t)) for t in tiles[-_READ:]]
         return cls(path, manifest.networks, sum(map(manifest.rows, tiles)), tuple(sorted(recent)))
 
-    @classmethod
-    def together(cls, path: Path, parts: list["Status"]) -> "Status":
-        """The state of the populations in a folder."""
-        times = tuple(sorted(each for part in parts for each in part.times))
-        return cls(path, sum(p.networks for p in parts), sum(p.trained for p in parts), times, "", tuple(parts))
-
     @property
     def complete(self) -> bool:
         """Whether all networks are trained."""
@@ -128,4 +122,5 @@ def status(path: str | Path) -> Status:
     if not found:
         what = "none in it" if path.is_dir() else "no such folder"
         raise UsageError(f"{path}: expected a population's folder, or a benchmark's, found {what}")
-    return Status.together(path, found)
+    times = tuple(sorted(each for part in found for each in part.times))
+    return Status(path, sum(p.networks for p in found), sum(p.trained for p in found), times, "", tuple(found))
