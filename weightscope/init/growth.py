@@ -1,6 +1,6 @@
 """Growth: initialise a large network with the weights of a smaller trained one of the same family."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -112,7 +112,8 @@ def grow_(
         for name in (name for name in new if name in inputs and theirs[name].shape != new[name].shape):
             new[name] += noise * new[name].std() * normal(*new[name].shape, generator=generator).numpy()
     if depth == "identity":
-        _zero_branches(module, new, [*_repeated(places)])
+        first = {place: name for name, place in reversed(places.items())}
+        _zero_branches(module, new, [name for name, place in places.items() if first[place] != name])
     for name, value in new.items():
         put(wanted[name], torch.from_numpy(value))
     return module
@@ -241,15 +242,6 @@ def _last_norm(module: nn.Module, spec: PermutationSpec) -> dict[str, float]:
     path = norms[-1].rpartition(".")[0]
     offset = unit_offset(named_tensors(module), f"{path}.weight")
     return {name: float(offset) if name.endswith("weight") else 0.0 for name in norms if name.startswith(f"{path}.")}
-
-
-def _repeated(places: Mapping[str, Any]) -> Iterator[str]:
-    """The names of tensors whose place in the smaller network is that of a tensor before."""
-    seen = set[Any]()
-    for name, place in places.items():
-        if place in seen:
-            yield name
-        seen.add(place)
 
 
 def _zero_branches(module: nn.Module, new: dict[str, np.ndarray], added: Sequence[str]) -> None:

@@ -368,9 +368,9 @@ def log_ticks(axis: Any, low: float, high: float) -> None:
     axis.set_minor_locator(NullLocator())
 
 
-def reference(ax: Axes, at: float, *, upright: bool = True) -> None:
-    """A dashed line at the value that others are compared with."""
-    (ax.axvline if upright else ax.axhline)(at, color=INK, lw=1, ls=(0, (4, 2)), zorder=1, gid="reference")
+def reference(ax: Axes, at: float) -> None:
+    """A dashed line at the value along x that others are compared with."""
+    ax.axvline(at, color=INK, lw=1, ls=(0, (4, 2)), zorder=1, gid="reference")
 
 
 def colour_limit(values: np.ndarray, quantile: float, everything: np.ndarray | None = None) -> float:

@@ -91,7 +91,10 @@ class ImageBatches:
         labels = self.labels[numbers["order"]]  # (T, B)
         targets = smooth(labels, self.recipe.training.label_smoothing, self.classes)  # (T, B, K)
         if "shares" in numbers:  # each image is mixed with the one at the mirrored place of its batch
-            share = label_shares(numbers["shares"], numbers.get("boxes"), self.images.shape[-1])[:, None, None]
+            share = numbers["shares"][:, None, None]
+            if "boxes" in numbers:  # less the part of the area that is pasted
+                top, bottom, left, right = numbers["boxes"].unbind(1)
+                share = share - ((bottom - top) * (right - left) / self.images.shape[-1] ** 2)[:, None, None]
             targets = share * targets + (1 - share) * targets.flip(1)
         if "paths" in numbers:
             self.nets.drop(numbers["paths"])
@@ -171,14 +174,6 @@ def cutmix_boxes(shares: np.ndarray, centres: np.ndarray, size: int) -> np.ndarr
     first = np.floor(size * centres).astype(np.int64) - side // 2  # (steps, 2)
     edges = np.stack([first, first + side], axis=2).clip(0, size)
     return edges.reshape(-1, 4)
-
-
-def label_shares(shares: Tensor, boxes: Tensor | None, size: int) -> Tensor:
-    """The weight (T,) of an image's own label: its share of the mixture, less the part of the area that is pasted."""
-    if boxes is None:
-        return shares
-    top, bottom, left, right = boxes.unbind(1)
-    return shares - (bottom - top) * (right - left) / size**2
 
 
 def _inside(boxes: Tensor, size: int) -> Tensor:

@@ -46,17 +46,18 @@ def check_network(recipe: Recipe) -> None:
 
     Of any other network, only the names in `training.frozen` and `training.decay_exclude` are checked.
     """
-    if not isinstance(recipe.network, OwnNetworkConfig):
-        if recipe.training.frozen or recipe.training.decay_exclude:
-            with torch.device("meta"):
-                network = networks.build_for(recipe)
-            frozen(network, recipe.training.frozen)
-            _check_excluded(network, recipe)
+    own, excluded = isinstance(recipe.network, OwnNetworkConfig), recipe.training.decay_exclude
+    if not (own or recipe.training.frozen or excluded):
         return
-    with seeded(0):
+    with seeded(0), torch.device("cpu" if own else "meta"):
         network = networks.build_for(recipe)
-    _check_plain(network, recipe)
-    _check_excluded(network, recipe)
+    if own:
+        _check_plain(network, recipe)
+    frozen(network, recipe.training.frozen)
+    if excluded:
+        matching(excluded, WeightSpec.of(network).names, "training.decay_exclude")
+    if not own:
+        return
     if recipe.data.causal:
         _check_causal(network, recipe, recipe.data.output_shape()[-1])
     if recipe.training.engine == "batched":
@@ -81,11 +82,6 @@ def frozen(network: nn.Module, patterns: tuple[str, ...]) -> tuple[str, ...]:
             f"frozen{given}"
         )
     return tuple(names)
-
-
-def _check_excluded(network: nn.Module, recipe: Recipe) -> None:
-    if patterns := recipe.training.decay_exclude:
-        matching(patterns, WeightSpec.of(network).names, "training.decay_exclude")
 
 
 def _trained(network: nn.Module, recipe: Recipe) -> dict[str, nn.Parameter]:
