@@ -237,12 +237,9 @@ WRONG = [
         (
             "fit-init",
             "vit.pt",
-            "--structure",
-            "identity_product",
-            "--option",
-            "config={}",
-            "--heads",
-            "2",
+            "--structure=identity_product",
+            "--option=config={}",
+            "--heads=2",
             "-o",
             "x.safetensors",
         ),
@@ -258,14 +255,7 @@ WRONG = [
     (("covariance", "a.pt", "b.pt", "--kind", "correlation"), 2, "--kind: does not apply within networks"),
     (("covariance", "a.pt", "--picture", "map"), 2, "'maps', 'depth', 'samples'"),
     (("fit-init", "TINY", "-o", "x.safetensors", "--gain", "3"), 2, "--gain requires --structure exchangeable"),
-    *(
-        (
-            ("fit-init", "TINY", "-o", "x.safetensors", "--gain", gain),
-            2,
-            f"--gain: expected a number >= 0 or auto, found {gain}",
-        )
-        for gain in ("nan", "true")
-    ),
+    (("fit-init", "TINY", "-o", "x.safetensors", "--gain", "nan"), 2, "--gain: expected a number >= 0 or auto, found"),
     (("fit-init", "TINY", "-o", "x.safetensors", "--gain-seeds", "3"), 2, "--gain-seeds requires --gain auto"),
     (("fit-init", "vit", "-o", "folder.safetensors"), 2, "found a folder"),
     (("fit-init", "none.pop", "-o", "/proc/x.safetensors"), 1, "cannot write /proc/x"),
