@@ -328,6 +328,13 @@ def test_a_population_that_is_not_complete_is_used_if_asked(folder, tmp_path, ca
         code, out, err = run(*command, "--partial", capsys=capsys)
         assert (code, err) == (0, ""), command
         assert "wrote" in out
+    (path / "shards/00000.h5").unlink()
+    code, _, err = run("covariance", path, "-o", tmp_path / "c.png", "--partial", capsys=capsys)
+    assert code == 2
+    assert "found 0 of 12, counted from 0; run `weightscope collect` again" in err
+    code, _, err = run("fit-init", path, "-o", tmp_path / "i.safetensors", "--partial", capsys=capsys)
+    assert code == 3
+    assert "too few networks to compare structures: 0 usable" in err
     code, _, err = run("fit-init", tmp_path / "no.pth", "-o", tmp_path / "i.safetensors", "--partial", capsys=capsys)
     assert code == 2
     assert "--partial: does not apply to one network" in err

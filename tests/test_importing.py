@@ -274,6 +274,15 @@ def trial(folder: Path, seed: int, epochs: tuple[int, ...]) -> None:
         torch.save(Net().state_dict(), folder / f"checkpoint_{epoch:06}" / "checkpoints")
 
 
+def test_networks_are_numbered_in_the_natural_order_of_their_files(tmp_path):
+    found = states(11)
+    files = [tmp_path / f"{k}.pt" for k in range(len(found))]
+    for file, state in zip(files, found, strict=True):
+        torch.save(state, file)
+    for text in (tmp_path, tmp_path / "*.pt"):
+        assert sources_of([str(text)])[0] == list(map(str, files))
+
+
 def test_a_model_zoo_has_its_results_as_metrics_and_earlier_checkpoints_as_snapshots(tmp_path, caplog):
     for k in range(5):
         trial(tmp_path / "zoo" / f"NN_tune_trainable_{k}", k + 1, (0, 2, 4, 6) if k else (0, 2, 4))

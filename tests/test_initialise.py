@@ -101,6 +101,10 @@ def beside_another_torchvision():
     raise ImportError("no name") from RuntimeError("operator torchvision::nms does not exist")
 
 
+def without_torchvision():
+    raise ModuleNotFoundError("No module named 'torchvision'")
+
+
 def tied() -> nn.Module:
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     model[1].weight = model[0].weight
@@ -162,6 +166,7 @@ def test_an_audit_at_once_and_without_a_file(tmp_path, capsys, monkeypatch):
             "`0.weight`, `1.weight` are one tensor, which .safetensors does not keep; name a .pt file",
         ),
         ((":beside_another_torchvision", "--init", "mimetic_mlp", "-o", "a.pt"), "build of torch"),
+        ((":without_torchvision", "--init", "mimetic_mlp", "-o", "a.pt"), r"found .*torchvision.*; install that pair"),
         (("timm:x", "--init", "mimetic_mlp", "-o", "a.pt"), "timm:x: .*; `pip install timm`"),
         (("hf:x", "--init", "mimetic_mlp", "-o", "a.pt"), "expected the name of a folder"),
         (("hf:x", "--init", "mimetic_mlp", "-o", "a"), "hf:x: no such folder; for a model at the hub hf://ORG/NAME"),

@@ -45,7 +45,7 @@ WRONG = [
     ("[training]\nepoch = 1", "training.epoch: unknown key, did you mean 'epochs'"),
     ("[training]\nepochs = 1\nengine = 'jit'", "training.engine: input should be 'batched' or 'loop'"),
     ("[training]\nepochs = 1\nengine = 'loop'\nkernels = 'compiled'", "engine 'loop' runs plain PyTorch"),
-    ("[data]\nname = 'digit'", "data.name: no data set 'digit'; did you mean 'digits'"),
+    ("[data]\nname = 'digit'", "data.name: no data set 'digit'; did you mean 'digits'[^,]*$"),
     ("[data]\nname = 'copyy'\nlength = 4", "'copy'.*'package.module:name'[^;]*$"),
     ("[population]\nlr = 0", "population.lr: unknown key, there are networks, seed, tile"),
     ("[init]\nname = 'default'\nb = inf", "init.0: b must be finite"),

@@ -185,7 +185,7 @@ _COLUMNS = (
     ("norm", "norm", ".4g", ""),
     ("spectral_norm", "spectral", ".4g", ""),
     ("stable_rank", "stable rank", ".1f", ""),
-    ("beta", "beta", "+.3g", "beta, alpha: on the row of queries W_Q W_K^T ~ alpha Z + beta I, of outputs W_V W_O"),
+    ("beta", "beta", "+.3g", "beta, alpha: W_Q W_K^T ~ alpha Z + beta I; of outputs W_V W_O, of B C W_C^T W_B"),
     ("alpha", "alpha", ".3g", ""),
     ("z", "z", "+.1f", "z: beta in standard deviations of that of independent Gaussian factors"),
     ("column_ratio", "columns", ".2f", "columns, rows: mean square of fc1's column and row means, 1 if independent"),

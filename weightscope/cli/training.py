@@ -285,7 +285,7 @@ def fit_init(
     if is_population(source):
         source = maybe_partial(source, partial, at)
         source = source if isinstance(source, Population) else Population(source)
-        source = source if len(source) > 1 else f"{source.path}::0"  # an imported network
+        source = source if len(source) != 1 else f"{source.path}::0"  # an imported network
     if explain and not out.stem.isidentifier():
         raise UsageError(f"-o: expected a name that Python can import, such as start.py, found {out.name}")
     if explain is not (out.suffix == ".py"):

@@ -34,7 +34,7 @@ def build(model: str, options: Mapping[str, Any], seed: int) -> nn.Module:
         except WeightscopeError:
             raise
         except Exception as error:  # of foreign code, on a wrong option or name
-            if "torchvision::" in f"{error} {error.__cause__}":
+            if "torchvision" in f"{error} {error.__cause__}":
                 raise UsageError(f"{model}: {why_not_imported(error)}") from error
             if isinstance(error, ImportError):
                 package = {"timm": "timm", "hf": "transformers"}.get(library, "what it imports")

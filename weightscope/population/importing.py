@@ -23,7 +23,7 @@ from tqdm import tqdm
 
 from weightscope._util import atomic, plugins
 from weightscope._util.environment import environment
-from weightscope._util.names import joined, listing, shortened
+from weightscope._util.names import joined, listing, numbered, shortened
 from weightscope._util.remote import is_there
 from weightscope._util.sources import is_population, location
 from weightscope._util.threads import one_thread
@@ -432,7 +432,7 @@ def sources_of(texts: Sequence[str]) -> tuple[list[Any], dict[str, list[float]],
                 hub.setdefault(address.partition("@")[0], []).append(address)
             continue
         path = Path(text).expanduser()
-        paths = [path] if path.exists() else [Path(name) for name in sorted(glob.glob(str(path), recursive=True))]
+        paths = [path] if path.exists() else list(map(Path, numbered(sorted(glob.glob(str(path), recursive=True)))))
         if not paths:
             raise DataError(f"{text}: no such file or folder, and no file matches it as a pattern")
         found += [each for path in paths for each in _at(path)]
@@ -490,7 +490,7 @@ def _at(path: Path) -> list[tuple[Any, dict[str, float]]]:
         raise UsageError(f"{path}: expected networks, found a population, which every command takes as it is")
     if not path.is_dir():
         return [(str(path), {})]
-    inside = sorted(path.iterdir())
+    inside = [path / name for name in numbered(sorted(file.name for file in path.iterdir()))]
     if trials := [folder for folder in (path, *inside) if (folder / "result.json").is_file()]:
         return [_trial(folder) for folder in trials]
     if _is_model(path):
@@ -518,9 +518,9 @@ def _trial(folder: Path) -> tuple[Any, dict[str, float]]:
     results = _json_lines(folder / "result.json")
     last = next((row for row in results if row.get("training_iteration") == max(files)), None)
     if last is None:
-        numbered = any("training_iteration" in row for row in results)
-        last = {} if numbered else results[-1]
-        if numbered:
+        iterations = any("training_iteration" in row for row in results)
+        last = {} if iterations else results[-1]
+        if iterations:
             _log.warning("%s: no results of its last checkpoint, %d", folder, max(files))
     given = {k: v for k, v in (settings | last).items() if k not in _RAY and not k.endswith(_RAY_ENDS)}
     return files, {k: float(v) for k, v in given.items() if isinstance(v, int | float)}

@@ -354,6 +354,7 @@ class Population(Result):
         if row == len(self) or self.indices[row] != k:
             raise UsageError(
                 f"{self.path}: no network {k!r}; found {len(self)} of {self.manifest.networks}, counted from 0"
+                + f"; {self.manifest.again}" * bool(self.missing)
             )
         return self._rows_at(np.array([row]))[0]
 

@@ -94,7 +94,8 @@ def _explain(error: Any, model: type[BaseModel], values: Any) -> str:
     if error["type"] == "missing":
         return f"{path}: missing"
     message = error["msg"].removeprefix("Value error, ")
-    found = "" if isinstance(error["input"], dict) else f", found {shortened(repr(error['input']))}"
+    said = isinstance(error["input"], dict) or (isinstance(error["input"], str) and repr(error["input"]) in message)
+    found = "" if said else f", found {shortened(repr(error['input']))}"
     return f"{path}: {message[0].lower()}{message[1:]}{found}"
 
 
