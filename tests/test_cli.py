@@ -234,15 +234,7 @@ WRONG = [
     (("collect", "TOML", "-o", "x.pop", "--set", "training.epoch=2"), 2, "training.epoch: unknown key"),
     (("bench", "TOML", "--init", "default", "--set", "training.epochs=0"), 2, "training.epochs: "),
     (
-        (
-            "fit-init",
-            "vit.pt",
-            "--structure=identity_product",
-            "--option=config={}",
-            "--heads=2",
-            "-o",
-            "x.safetensors",
-        ),
+        ("fit-init", "v.pt", "--structure=identity_product", "--option=config={}", "--heads=2", "-o", "x.safetensors"),
         2,
         "--option config=: expected it or --heads, --layout and --code, found both",
     ),

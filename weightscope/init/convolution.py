@@ -247,6 +247,8 @@ _ROUNDING = 1e-9  # a smaller share of negative eigenvalues is rounding error
 
 def target_distributions(parts: list[DepthwisePart], fit: "FilterFit") -> list[tuple[np.ndarray, np.ndarray]]:
     """The mean (k, k) and covariance (k*k, k*k) to draw from for each layer; layers of dead filters are not used."""
+    from weightscope.statistics.kronecker import nearest_kronecker  # SciPy
+
     source, chosen = fit.layers, list(fit.usable_layers())
     if fit.schedule == "stage":
         groups, depths, own = _by_stage(parts, source, chosen)
@@ -261,8 +263,11 @@ def target_distributions(parts: list[DepthwisePart], fit: "FilterFit") -> list[t
             if (layer.name, size) not in cache:
                 cache[layer.name, size] = resized_covariance(layer.covariance, layer.kernel, size)
         covariance = at_depth(known, [cache[layer.name, size] for layer in group], depth)
-        if fit.kronecker:
-            covariance = _factored(part.name, covariance)
+        if fit.kronecker and covariance.any():
+            nearest = nearest_kronecker(covariance, same=True)
+            if not nearest.explained:
+                raise DataError(f"`{part.name}`: its covariance has no component A (x) A; leave out kronecker")
+            covariance = np.kron(nearest.rows, nearest.columns)
         mean = at_depth(known, [resized_mean(layer.mean, size) for layer in group], depth)
         out.append((mean if fit.means else np.zeros_like(mean), covariance))
     return out
@@ -285,18 +290,6 @@ def _by_stage(
         raise UsageError(f"kernel: no layer in stage {empty[0]} of the source has that size; use schedule='depth'")
     own = dict(zip((layer.name for layer in source), relative_depths(source, "sawtooth"), strict=True))
     return [groups[part.stage] for part in parts], relative_depths(parts, "sawtooth"), own
-
-
-def _factored(name: str, covariance: np.ndarray) -> np.ndarray:
-    """The nearest `A (x) A` to a covariance."""
-    from weightscope.statistics.kronecker import nearest_kronecker
-
-    if not covariance.any():
-        return covariance
-    fit = nearest_kronecker(covariance, same=True)
-    if not fit.explained:
-        raise DataError(f"`{name}`: its covariance has no component A (x) A; leave out kronecker")
-    return np.kron(fit.rows, fit.columns)
 
 
 @INITIALISERS.register("covariance_transfer", source="thesis 3.1.1", needs="depthwise convolutions")
