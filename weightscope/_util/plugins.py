@@ -313,5 +313,5 @@ def why_not_imported(error: BaseException) -> str:
     found = f"torchvision {version('torchvision')}" if find_spec("torchvision") else "no torchvision"
     return (
         f"expected a torchvision of the build of torch {version('torch')}, found {found}; install that pair as "
-        "docs/troubleshooting.md says, or, for transformers without timm, uninstall torchvision"
+        "docs/troubleshooting.md says (transformers without timm also runs without torchvision)"
     )
