@@ -251,7 +251,7 @@ class Changed(Attention):
         self.heads, self.more, self.norm = nn.Parameter(torch.rand(3, 1, 1)), nn.Linear(24, 24), nn.BatchNorm1d(24)
         self.norm.running_var.uniform_(0.1, 9)
         self.norm.running_mean.fill_(100)
-        self.tokens = nn.Parameter(torch.rand(3, 24))
+        self.tokens, self.rms = nn.Parameter(torch.rand(3, 24)), nn.RMSNorm(24)
 
     def normed(self, x: torch.Tensor) -> torch.Tensor:
         return self.norm(x.flatten(0, 1)).view_as(x)
@@ -272,16 +272,27 @@ class Changed(Attention):
         if kind in (*ROTATIONS, "gain before rotation"):
             q, k = turned(q, kind), turned(k, kind)
         logits = q @ k.mT
+        logits = -logits if kind == "negative logits" else logits
+        if kind == "divided by norms":
+            logits = 8 * logits / (q.norm(dim=-1)[..., None] * k.norm(dim=-1)[..., None, :])
         if kind == "two products":
             logits = q[..., :4] @ k[..., :4].mT + q[..., 4:] @ k[..., 4:].mT
         if kind == "mask of triu":
             logits = logits + torch.full((n, n), -torch.inf).triu(1)
-        y = logits.softmax(-1) @ v
+        maps = logits.softmax(-1)
+        maps = maps - 0.5 * (k @ q.mT).softmax(-1) if kind == "two maps" else maps
+        maps = 2 * maps if kind == "maps doubled" else maps
+        y = maps @ (-v if kind == "values negated" else v)
         y = (y * self.heads if kind == "factors of heads" else y).transpose(1, 2).flatten(2)
         y = nn.functional.layer_norm(y, (24,), self.gain) if kind == "norm of values" else y
         y = self.proj(y * self.gain if kind == "gain of values" else y)
         y = self.more(y) if kind == "map after" else y + self.more(x).relu() if kind == "parallel" else y
         y = self.more(x) + y if kind == "parallel map" else y
+        y = y * self.more(x).sigmoid() if kind == "output gated" else y.relu() if kind == "output activated" else y
+        y = y * torch.linspace(-1, 1, 24) if kind == "constants of channels" else y
+        y = y.flip(-1) if kind == "output mirrored" else self.rms(y) if kind == "output normalised" else y
+        if kind in ("subtracted", "alpha"):
+            return given - 0.5 * y if kind == "subtracted" else given.add(y, alpha=0.25)
         return given + (self.normed(y) if kind == "batch norm of outputs" else y)
 
     def rows(self) -> list:
@@ -303,6 +314,14 @@ CHANGED = {
     "batch norm of outputs": {"scaled"},
     "map before": {"widened"},
     "tokens shifted": "cross",
+    "negative logits": "a negative number times",
+    "two maps": "a sum of several products",
+    "output gated": {"scaled"},
+    "output activated": {"scaled"},
+    "constants of channels": {"scaled"},
+    "output mirrored": {"widened"},
+    **dict.fromkeys(("values negated", "subtracted", "alpha", "maps doubled"), frozenset()),
+    **dict.fromkeys(("output normalised", "divided by norms"), frozenset()),
     **dict.fromkeys((*ROTATIONS, "plain", "parallel", "parallel map", "mask of triu"), frozenset()),
 }
 
@@ -319,6 +338,53 @@ def test_what_acts_on_queries_keys_values_and_outputs_is_seen_in_their_numbers(k
     assert (part.kind, part.notes) == (("cross", set()) if wanted == "cross" else ("self", wanted))
     q, k, _ = model.qkv.weight.double().view(3, 3, 8, 24)
     torch.testing.assert_close(part.read("q").double() @ part.read("k").double().mT, q.mT @ k, rtol=1e-5, atol=1e-8)
+    assert part.normalised == (kind == "divided by norms")
+    if kind == "output normalised":
+        with pytest.raises(AnatomyError, match="its output is normalised before it is added"):
+            part.layer_scale_factors()
+    elif not wanted:
+        factors = part.layer_scale_factors()
+        assert (1.0 if factors is None else float(factors)) == pytest.approx(FACTORS.get(kind, 1.0))
+
+
+FACTORS = {"values negated": -1.0, "subtracted": -0.5, "alpha": 0.25, "maps doubled": 2.0}
+
+
+class OfOneHead(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.maps = nn.ModuleList(nn.Linear(24, 8) for _ in range(3))
+
+    def forward(self, x):
+        q, k, v = (one(x) for one in self.maps)
+        return (q @ k.mT).softmax(-1) @ v
+
+
+class Heads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads, self.proj = nn.ModuleList(OfOneHead() for _ in range(3)), nn.Linear(24, 24)
+
+    def forward(self, x):
+        return x + self.proj(torch.cat([head(x) for head in self.heads], -1))
+
+
+def test_heads_that_are_modules_are_no_layers():
+    with pytest.raises(AnatomyError, match=r"`0.proj.weight` reads several attentions; heads in modules of their own"):
+        products(nn.Sequential(Heads(), Heads()))
+
+
+def test_what_a_norm_without_weights_or_of_values_does_is_known_of_files():
+    state = {f"layers.0.self_attn.{x}_proj.weight": torch.randn(24, 24) for x in "qkvo"}
+    for kind, found in (("llama", (False, [])), ("nanochat", (True, [])), ("bitnet", (False, ["scaled"]))):
+        (part,) = anatomy.attention(state, {"model_type": kind, "num_attention_heads": 3})
+        assert (part.normalised, sorted(part.notes)) == found
+    for norm in ("norm", "inner_attn_ln"):
+        names = {f"blocks.0.attn.{x}.weight": torch.randn(24, 24) for x in ("q_proj", "k_proj", "v_proj", "proj")}
+        (part,) = anatomy.attention(names | {f"blocks.0.attn.{norm}.weight": torch.ones(24)}, {"num_heads": 3})
+        assert part.notes == {"scaled"}
+    state["layers.0.self_attn.v_proj.weight"] = torch.randn(24, 16)
+    assert anatomy.attention(state, {"model_type": "llama", "num_attention_heads": 3})[0].kind == "cross"
 
 
 BIASED = ("alibi", "relative", "zero table", "window")

@@ -155,8 +155,8 @@ class ProductsResult(Result):
             if info.skipped:
                 more.append(f"left out {joined((f'`{name}` {why}' for name, why in info.skipped.items()), 4)}")
             if not self.options["fold_scales"] and any(row["layer_scale"] for row in self.select("vo", info.label)):
-                sign = "LayerScale multiplies what W_V W_O adds to each channel, including its sign"
-                more.append(f"{sign}; fold_scales=True (--fold-scales) includes it")
+                sign = "LayerScale, a number or a norm multiplies what W_V W_O adds to each channel, including its sign"
+                more.append(f"{sign}; fold_scales=True (--fold-scales) includes it, or says why it cannot")
             if info.by_names:
                 order = f"the order of rows of {joined((f'`{name}`' for name in info.by_names), 2)}"
                 more.append(f"{order} follows from a part of the names of timm's block; --layout chooses another")

@@ -14,6 +14,7 @@ The tables in `architectures/*.toml` are named after their rows; each has
     norm, after, offset     the norm beside the attention, whether it acts after it, what is added to its weight
     heads, head_widths      keys of the config; `head_width` where it states none
     logits                  their factor, if neither 1 / sqrt(k) nor in the config
+    normalised              whether queries and keys are, by a norm without weights
     notes                   what else there is in the attention, of `attention_part.NOTES`
 
 and `names.toml` has the names of weights.
@@ -56,6 +57,7 @@ class Architecture:
     head_widths: list[str] = field(default_factory=list)
     head_width: int = 0
     logits: float | None = None
+    normalised: bool = False
     notes: list[str] = field(default_factory=list)
 
 

@@ -297,7 +297,7 @@ def _kind(tensors: NamedTensors, path: str, sizes: dict[str, tuple[int, int]]) -
         return "cross"  # keys and values are of fewer tokens
     if any(above + probe in tensors for probe in ("probe", "latent")):
         return "pooled"  # by a learned query
-    return "self" if sizes["q"][1] == sizes["k"][1] else "cross"
+    return "self" if sizes["q"][1] == sizes["k"][1] == sizes["v"][1] else "cross"
 
 
 def same_block(last: Any, this: Any) -> bool:
@@ -335,7 +335,8 @@ def _part(
         value_width=values,
         rotary=kind == "self" and _states_rotation(tensors, path),
         causal=None,
-        normalised=any(prefix + name in tensors for name in (*names("query_norms"), "logit_scale")),
+        normalised=any(prefix + name in tensors for name in (*names("query_norms"), "logit_scale"))
+        or any(one.normalised for one in kin),
         scale=next((one.logits for one in kin if one.logits is not None), _stated_scale(tensors, path) or k**-0.5),
         positional=any(prefix + name in tensors for name in _POSITIONAL),
         numbers=tuple(range(heads)),

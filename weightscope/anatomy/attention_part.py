@@ -29,14 +29,16 @@ NO_PRODUCT = ("activated", "scaled", "widened")
 
 @dataclass(frozen=True)
 class Gain:
-    """Factors of channels: those that a normalisation multiplies by, or a LayerScale."""
+    """Factors of channels: those that a normalisation multiplies by, a LayerScale, or one number for all."""
 
-    name: str  # of the tensor (d,)
+    name: str  # of the tensor (d,); empty without one
     offset: float = 0.0  # is added to its numbers: 1 for norms that multiply by 1 + weight
+    times: float = 1.0  # multiplies the sum
 
     def read(self, tensors: NamedTensors) -> Tensor:
-        """The factors (d,), float64."""
-        return tensors.get(self.name).double().flatten().cpu() + self.offset
+        """The factors (d,), or (1,) without a tensor, float64."""
+        given = tensors.get(self.name).double().flatten().cpu() + self.offset if self.name else torch.ones(1).double()
+        return given * self.times
 
 
 OTHERS = {  # kinds of attention but self-attention
@@ -89,7 +91,7 @@ class AttentionPart(InSlots):
         return self._factors(self.norm, "fold_norms")
 
     def layer_scale_factors(self) -> Tensor | None:
-        """The factors (d,) of the LayerScale after the output, float64; None without one, AnatomyError if unknown."""
+        """The factors (d,) or (1,) after the output, float64; None without any, AnatomyError if they are not known."""
         return None if self.layer_scale is None else self._factors(self.layer_scale, "fold_scales")
 
     def _factors(self, gain: Gain | str, option: str) -> Tensor:

@@ -27,9 +27,17 @@ class _UnreadError(Exception):
 def attentions(tensors: ModuleTensors, tracer: Tracer, prefix: str) -> Iterator[AttentionPart | Unread]:
     """The attention modules of one trace, in the order in which they run, or why they are not read."""
     reader = _Reader(tracer, [f"{prefix}{name}" for name in tracer.names], tensors, prefix)
-    for number, node in enumerate(tracer.nodes):
-        if node is not None and node.kind == "apply" and (found := reader.found(number, node)) is not None:
-            yield found
+    applied = [(number, node) for number, node in enumerate(tracer.nodes) if node is not None and node.kind == "apply"]
+    found = [one for number, node in applied if (one := reader.found(number, node)) is not None]
+    columns: dict[str, set[str]] = {}
+    for one in found:
+        if isinstance(one, AttentionPart):
+            columns.setdefault(one._weights["o"].name, set()).add(str(one._weights["o"].rows))
+    for one in found:
+        if isinstance(one, AttentionPart) and len(columns[(name := one._weights["o"].name)]) > 1:
+            why = f"(`{name}` reads several attentions; heads in modules of their own are not read)"
+            one = Unread(one._weights["q"].name, why, path=one.name)
+        yield one
 
 
 @dataclass
@@ -106,28 +114,33 @@ class _Reader:
             if self._differ(origin, value, _CHANGES):
                 raise _UnreadError(f"the {what} are not what their matrix gives")
         self._compare_turned((q, product.values[0]), keys)
+        logits, reads = product.logits, {x: node.sides[0].factor if node.sides else 1.0 for x, node in nodes.items()}
+        assert logits is not None
+        if q.factor * k.factor * logits.factor * reads["q"] * reads["k"] < 0:
+            raise _UnreadError("the logits are a negative number times the products of queries and keys")
+        if "summed" in logits.marks | weights.marks:
+            raise _UnreadError("the map is made of a sum of several products of queries and keys")
+        kept = not mixed and not {"batch", "normalised"} & weights.marks - logits.marks
+        of_map = weights.factor / logits.factor if kept else 1.0
         activated = bool({"nonlinear", "normalised"} & (values.marks | out.marks - {"normalised"}))
         plain = not {"nonlinear", "normalised"} & values.marks
         if plain and self._differ(values, apply.values[1], {"convolved", "pooled"}):
             raise _UnreadError("the values are not what their matrix gives")
         scaled = bool(out.values and out.sides) and self._differ(out.sides[0], out.values[0], _BETWEEN)
-        scaled |= "normalised" in out.marks
+        scaled |= "normalised" in out.marks or self._multiplied(out)
         after = out.after
-        if after is not None and out.added is not None and (after.gain is None or "batch" in after.marks):
-            scaled |= self._differ(after, out.added, _BETWEEN)
+        if after is not None:
+            scaled |= bool(after.marks & {"nonlinear", "gated", "convolved"})
+            if out.added is not None and (after.gain is None or "batch" in after.marks):
+                scaled |= self._differ(after, out.added, {"normalised", "pooled"})
         heads, kv_heads = len(qs), self._groups(slots, ks, vs)
         width, kv_width, v_width = (nodes[x].weight.columns for x in "qkv")  # type: ignore[union-attr]
         streams = {x: self._stream(node) for x, node in nodes.items()}
-        marks = q.marks | k.marks
-        logits = product.logits
-        assert logits is not None
-        if "summed" in logits.marks:
-            raise _UnreadError("the logits are a sum of several products of queries and keys")
-        reads = [nodes[x].values[0].data_ptr() for x in "qk"]
+        marks, memory = q.marks | k.marks, [nodes[x].values[0].data_ptr() for x in "qk"]
         own = {"convolved", "pooled", "tokens mixed"}
         filtered = bool((nodes["q"].marks | nodes["k"].marks) & own)  # each in its own way
         same = streams["q"] == streams["k"] == streams["v"] and kv_width == v_width
-        kind: Any = "self" if same and (not filtered or reads[0] == reads[1]) else "cross"
+        kind: Any = "self" if same and (not filtered or memory[0] == memory[1]) else "cross"
         learned = nodes["q"].inputs is None or bool((nodes["q"].inputs < 0).all())
         if channels:
             kind = "channels"
@@ -140,32 +153,23 @@ class _Reader:
         assert hidden is not None
         square = hidden.shape[-1] == hidden.shape[-2] > 1
         causal = kind == "self" and square and bool((hidden | torch.ones_like(hidden).tril()).all())
-        shapes = {
-            "q": (heads, head_width),
-            "k": (kv_heads, head_width),
-            "v": (kv_heads, value_width),
-            "o": (heads, value_width),
-        }
+        shapes = {"q": (heads, head_width), "k": (kv_heads, head_width), "v": (kv_heads, value_width)}
+        shapes["o"] = heads, value_width
         widened = slots["o"][3] != width or not self._returns(out, nodes["q"])
-        keep = {"k": _firsts_of(ks, kv_heads), "v": _firsts_of(vs, kv_heads)}
-        weights_of = {}
+        there = {"heads mixed": mixed, "activated": activated, "gated": "gated" in out.marks}
+        there |= {"scaled": scaled and not activated, "widened": widened}
+
+        def rows_of(x: str, lines: Tensor, total: int) -> Any:
+            """Of keys and values, which groups of consecutive queries share, those of the first one."""
+            return span(lines.reshape(heads, -1)[:: heads // kv_heads].flatten() if x in "kv" else lines, total)
+
+        weights_of, biases_of = {}, {}
         for x, (name, lines, transposed, columns) in slots.items():
-            lines = lines.reshape(heads, -1)[keep[x]].flatten() if x in keep else lines
-            weights_of[x] = Slot(
-                name,
-                span(lines, self.tensors.shape(name)[1 if transposed else 0]),
-                transposed,
-                shape=(*shapes[x], columns),
-                swapped=x != "o",
-            )
-        biases_of = {}
-        for x, bias in biases.items():
-            if bias is not None:
-                name, lines = bias
-                lines = lines.reshape(heads, -1)[keep[x]].flatten() if x in keep else lines
-                biases_of[x] = Slot(
-                    name, span(lines, self.tensors.shape(name)[0]), vector=True, shape=None if x == "o" else shapes[x]
-                )
+            chosen = rows_of(x, lines, self.tensors.shape(name)[1 if transposed else 0])
+            weights_of[x] = Slot(name, chosen, transposed, shape=(*shapes[x], columns), swapped=x != "o")
+        for x, (name, lines) in ((x, bias) for x, bias in biases.items() if bias is not None):
+            chosen = rows_of(x, lines, self.tensors.shape(name)[0])
+            biases_of[x] = Slot(name, chosen, vector=True, shape=None if x == "o" else shapes[x])
         return AttentionPart(
             layer=0,
             name=module_of([slots[x][0] for x in "qkv"]),
@@ -178,20 +182,20 @@ class _Reader:
             value_width=value_width,
             rotary="rotated" in marks,
             causal=causal,
-            normalised="normalised" in marks or "scaled" in marks | logits.marks,
+            normalised=bool({"normalised", "scaled"} & (marks | logits.marks)),
             scale=known[0] if known else scale if scale == scale else 1.0,
             positional="biased" in logits.marks | weights.marks
             or bool((hidden.tril() if causal else hidden).any())
             or bool({"convolved", "pooled", "gated"} & (marks | values.marks))
             or bool({"added", "scaled"} & out.marks)
             or ("positions" in marks and "rotated" not in marks),
-            notes=_notes(mixed, activated, scaled, out.marks, widened),
+            notes=frozenset(word for word, yes in there.items() if yes),
             numbers=tuple(range(heads)),
             _tensors=self.tensors,
             _weights=weights_of,
             _biases=biases_of,
             norm=self._norm([nodes[x] for x in "qkv"]),
-            layer_scale=self._scale(out),
+            layer_scale=self._scale(out, reads["v"] * values.factor * of_map),
         )
 
     def _projection(self, letter: str, codes: Tensor, found: list[str]) -> tuple[Any, Any, Node]:
@@ -270,20 +274,22 @@ class _Reader:
             bias = None
             if node.bias is not None and len(owners := present(node.bias)) == 1 and owners[0] >= 0:
                 bias = self.names[owners[0]], node.bias & ENTRY
-            self._check_last(node)
             return node, slot, bias
         raise _UnreadError("no linear map reads what attention gives")
 
-    def _check_last(self, out: Node) -> None:
-        """A linear map of what the output gives, before it is added to a stream, is a part of the output."""
+    def _multiplied(self, out: Node) -> bool:
+        """Whether activations multiply the output before it is added to a stream; a linear map of it is an error."""
         if out.after is not None or not any(node is not None and node.kind == "sum" for node in self.tracer.nodes):
-            return
+            return False
         number = self.tracer.nodes.index(out)
-        for node in self.tracer.nodes[number + 1 :]:
-            if node is None or node.kind != "linear" or node.inputs is None or node.marks & {"nonlinear", "normalised"}:
+        later = [node for node in self.tracer.nodes[number + 1 :] if node is not None]
+        for node in later:
+            if node.kind != "linear" or node.inputs is None or node.marks & {"nonlinear", "normalised"}:
                 continue
             if bool((node.inputs >> BITS == number).all()):
                 raise _UnreadError("another linear map follows the output")
+        sides = [side.codes for node in later if node.kind == "gate" for side in node.sides]
+        return any(bool((codes >> BITS == number).all()) for codes in sides)
 
     def _groups(self, slots: Any, ks: Tensor, vs: Tensor) -> int:
         """The number of key heads, which consecutive query heads share."""
@@ -297,6 +303,9 @@ class _Reader:
 
     def _returns(self, out: Node, reads: Node) -> bool:
         """Whether the output is added to the stream that queries read, where it is added to one."""
+        axis = None if out.after is None else self.tracer._axis(out.after.codes)
+        if axis is not None and not _counts(self.tracer.vector(out.after.codes, axis) & ENTRY):  # type: ignore[union-attr]
+            return False
         if out.onto is None or reads.inputs is None:
             return True
         mine, there = out.onto, self.tracer.channels(reads.inputs)
@@ -374,24 +383,20 @@ class _Reader:
             return f"`{name}` also normalises the stream that the attention is added to (the model normalises after it)"
         return Gain(name, 1.0 if gains[0] & OFFSET else 0.0)
 
-    def _scale(self, out: Node) -> Gain | str | None:
-        """What multiplies the output before it is added to the stream."""
+    def _scale(self, out: Node, times: float) -> Gain | str | None:
+        """What multiplies the output before it is added to the stream; `times` is what multiplied the values' sums."""
         after = out.after
-        if after is None or after.gain is None or "normalised" in after.marks:
-            return None
-        gain = after.gain.flatten().unique()
+        times *= (out.sides[0].factor if out.sides else 1.0) * (1.0 if after is None else after.factor)
+        if times != times:
+            return "its output is multiplied by more than one number"
+        if after is not None and "normalised" in after.marks:
+            return "its output is normalised before it is added"
+        gain = torch.tensor([-1]) if after is None or after.gain is None else after.gain.flatten().unique()
         if bool((gain < 0).all()):
-            return None
-        if bool((gain >= SEVERAL).any()) or len((gain >> BITS).unique()) > 1 or abs(after.factor) != 1:
+            return None if abs(times - 1) < 1e-6 else Gain("", times=times)
+        if bool((gain >= SEVERAL).any()) or len((gain >> BITS).unique()) > 1:
             return "its output is multiplied by more than one gain"
-        return Gain(self.names[(int(gain[0]) & ~OFFSET) >> BITS], 1.0 if int(gain[0]) & OFFSET else 0.0)
-
-
-def _notes(mixed: bool, activated: bool, scaled: bool, after: frozenset[str], widened: bool) -> frozenset[str]:
-    """What else there is in an attention, in the words of `NOTES`; `after` is what is done to its values' sums."""
-    there = {"heads mixed": mixed, "activated": activated, "gated": "gated" in after}
-    there |= {"scaled": scaled and not activated, "widened": widened}
-    return frozenset(word for word, yes in there.items() if yes)
+        return Gain(self.names[(int(gain[0]) & ~OFFSET) >> BITS], 1.0 if int(gain[0]) & OFFSET else 0.0, times)
 
 
 def _constant(channels: Tensor, axis: int) -> bool:
@@ -409,7 +414,3 @@ def _distinct(*tables: Tensor) -> tuple[list[int], Tensor]:
         seen.setdefault(tuple(map(tuple, row)), len(seen)) for row in zip(*(t.tolist() for t in tables), strict=True)
     ]
     return [kinds.index(i) for i in range(len(seen))], torch.tensor(kinds)
-
-
-def _firsts_of(codes: Tensor, kv_heads: int) -> list[int]:
-    return list(range(0, len(codes), len(codes) // kv_heads))

@@ -477,14 +477,18 @@ class Tracer(Dispatch):
 
     def _pointwise(self, name: str, args: Any, kwargs: Any, acts: list[Tensor], out: Tensor) -> None:
         base = name.rstrip("_")
+        times = kwargs.get("alpha", 1) * (-1 if base == "sub" else 1)  # of the second operand of a sum
         operands = [x for x in args if isinstance(x, Tensor)]
         known = [t for t in acts if bool((_real(self._acts[t].codes) >= 0).any())]
         if base in ("mul", "div") and len(known) == 1:
             self._scaled(base, known[0], [x for x in args if x is not known[0]], out)
         elif base in ("add", "sub") and len(known) == 1 and len(operands) > 1:
-            self._shifted(known[0], next(x for x in operands if x is not known[0]), out)
-        elif base in ("add", "sub", "mul", "addcmul") and len(known) > 1:
-            (self._multiplied if base == "mul" else self._added)(known[0], known[1], out)
+            other = next(x for x in operands if x is not known[0])
+            self._shifted(known[0], other, out, times if known[0] is args[1] else 1)
+        elif base == "mul" and len(known) > 1:
+            self._multiplied(known[0], known[1], out)
+        elif base in ("add", "sub", "addcmul") and len(known) > 1:
+            self._added(known[0], known[1], out, times)
         elif known:
             size = torch.Size(out.shape).numel()
             whole = [t for t in known if self._acts[t].codes.numel() == size]
@@ -560,8 +564,8 @@ class Tracer(Dispatch):
             factor = factor * value if base == "mul" else factor / value if value else float("nan")
         self._put(out, Origin(codes, gain, marks, factor))
 
-    def _shifted(self, x: Tensor, other: Tensor, out: Tensor) -> None:
-        """An activation plus a parameter, a mask or numbers of positions."""
+    def _shifted(self, x: Tensor, other: Tensor, out: Tensor, times: float) -> None:
+        """An activation, `times` a number, plus a parameter, a mask or numbers of positions."""
         origin = self._acts[x]
         codes, marks = _expanded(origin.codes, out.shape), origin.marks
         kind, mine = self.kind(_real(codes)), _real(codes)
@@ -576,12 +580,12 @@ class Tracer(Dispatch):
             marks = marks | {"biased"}
         if other in self._acts and "statistic" in self._acts[other].marks and "normalised" not in marks:
             marks = marks | {"centred"}
-        gain = origin.gain
-        self._put(out, Origin(codes, gain, marks, origin.factor))
+        self._put(out, Origin(codes, origin.gain, marks, origin.factor * times))
 
-    def _added(self, x: Tensor, y: Tensor, out: Tensor) -> None:
-        """The sum of two activations: a rotation, a bias of a map, or a new stream."""
+    def _added(self, x: Tensor, y: Tensor, out: Tensor, times: float) -> None:
+        """The sum of two activations, the second `times` a number: a rotation, a bias of a map, or a new stream."""
         a, b = self._acts[x], self._acts[y]
+        b = replace(b, factor=b.factor * times)
         codes = [_expanded(o.codes, out.shape) for o in (a, b)]
         ranks = self._rank(x), self._rank(y)
         if max(ranks) > 1:
@@ -608,7 +612,7 @@ class Tracer(Dispatch):
         axis = self._axis(real[1]) if axis is None else axis
         axis = out.ndim - 1 if axis is None else axis
         sides = tuple(self.vector(c, axis) for c in real)
-        for one, given, other in ((a, x, sides[1]), (b, y, sides[0])):
+        for one, given, other in ((a, x, sides[1]), (b, y if times == 1 else y * times, sides[0])):
             if one.gain is not None:
                 self.normed |= {(n & ~OFFSET) >> BITS for n in one.gain.unique().tolist() if 0 <= n < SEVERAL}
             for n in present(one.codes) if not one.codes.is_complex() else ():
