@@ -253,11 +253,7 @@ class _Reader:
                 raise _UnreadError(f"the output: {node.why}")
             entry, size = node.inputs & ENTRY, (1, *apply.out.shape)[-3:]
             batch = entry // (size[1] * size[2])
-            channel = (
-                (entry % size[2])
-                if (not channels and not turned) or (channels and turned)
-                else entry // size[2] % size[1]
-            )
+            channel = entry % size[2] if channels == turned else entry // size[2] % size[1]
             heads, width = len(qs), vs.shape[1]
             if channels:
                 width = size[2] if turned else size[1]

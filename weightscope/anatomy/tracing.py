@@ -232,12 +232,8 @@ class Tracer(Dispatch):
         total = torch.Size(shape).numel()
         if (weight.step == 1 or columns == 1) and shape[0] * columns == total and not bool((flat % columns).any()):
             return owners[0], flat // columns, False
-        if (
-            len(shape) > 1
-            and total == shape[0] * shape[1]
-            and weight.step == shape[1]
-            and bool((flat < shape[1]).all())
-        ):
+        matrix = len(shape) > 1 and total == shape[0] * shape[1] and weight.step == shape[1]
+        if matrix and bool((flat < shape[1]).all()):
             return owners[0], flat, True
         return None
 
@@ -371,13 +367,7 @@ class Tracer(Dispatch):
             self._acts[out] = Origin(one, other, marks, factor)
 
     def _replayed(
-        self,
-        func: Any,
-        name: str,
-        args: Any,
-        kwargs: Any,
-        outs: list[Tensor],
-        codes: Callable[[Tensor], Tensor | None],
+        self, func: Any, name: str, args: Any, kwargs: Any, outs: list[Tensor], codes: Callable[[Tensor], Tensor | None]
     ) -> list[Tensor]:
         """What an operation that moves numbers does to their codes, -1 where there are none."""
 
@@ -447,13 +437,8 @@ class Tracer(Dispatch):
         given: Any = args[1] if len(args) > 1 and isinstance(args[1], int | list | tuple) else kwargs.get("dim")
         dims = [given] if isinstance(given, int) and not isinstance(given, bool) else list(given or ())
         codes = origin.codes
-        if (
-            dims
-            and "norm" not in name
-            and not codes.is_complex()
-            and self.kind(codes) not in ("product", "")
-            and self._along(codes, dims)
-        ):
+        averaged = dims and "norm" not in name and not codes.is_complex() and self.kind(codes) not in ("product", "")
+        if averaged and self._along(codes, dims):
             self._acts[out] = Origin(codes.amax(dims, keepdim=out.ndim == x.ndim), None, origin.marks | {"pooled"})
             return
         for one in outs:
@@ -518,12 +503,7 @@ class Tracer(Dispatch):
     def _put(self, out: Tensor, origin: Origin) -> None:
         """What is now known of a tensor; of one that is changed in place, its views see the codes as well."""
         old = self._acts.get(out)
-        if (
-            old is not None
-            and not old.codes.is_complex()
-            and not origin.codes.is_complex()
-            and bool((old.codes < 0).all())
-        ):
+        if old is not None and not (old.codes.is_complex() or origin.codes.is_complex()) and (old.codes < 0).all():
             try:
                 old.codes.copy_(origin.codes.expand(out.shape))
             except RuntimeError:  # expanded codes share memory
@@ -552,13 +532,8 @@ class Tracer(Dispatch):
             marks |= {"normalised" if "statistic" in own.marks else "nonlinear"}
             factor = 1.0
         elif isinstance(other, Tensor) and (other.numel() > 1 or other.is_complex()):
-            marks |= (
-                {"rotated"}
-                if other.is_complex()
-                else {"positions"}
-                if self.kind(_real(codes)) != "product"
-                else {"biased"}
-            )
+            of_logits = self.kind(_real(codes)) == "product"
+            marks |= {"rotated" if other.is_complex() else "biased" if of_logits else "positions"}
         else:
             value = float(other) if not isinstance(other, Tensor) else float(other.real)
             factor = factor * value if base == "mul" else factor / value if value else float("nan")
