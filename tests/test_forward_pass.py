@@ -345,6 +345,9 @@ def test_what_acts_on_queries_keys_values_and_outputs_is_seen_in_their_numbers(k
     elif not wanted:
         factors = part.layer_scale_factors()
         assert (1.0 if factors is None else float(factors)) == pytest.approx(FACTORS.get(kind, 1.0))
+        if FACTORS.get(kind, 1.0) < 0:
+            with pytest.raises(UsageError, match="a negative number multiplies the output, which it does not support"):
+                wi.mimetic_attention_(model)
 
 
 FACTORS = {"values negated": -1.0, "subtracted": -0.5, "alpha": 0.25, "maps doubled": 2.0}

@@ -100,8 +100,11 @@ class AttentionPart(InSlots):
         return gain.read(self._tensors)
 
     def without(self, *notes: str, caller: str) -> None:
-        """UsageError if the module has one of some `NOTES`, which an initialiser does not support."""
-        if there := [NOTES[note] for note in notes if note in self.notes]:
+        """UsageError if the module has one of some `NOTES`, or a negative factor, that an initialiser refuses."""
+        there = [NOTES[note] for note in notes if note in self.notes]
+        if "scaled" in notes and isinstance(self.layer_scale, Gain) and self.layer_scale.times < 0:
+            there.append("a negative number multiplies the output")
+        if there:
             raise UsageError(f"{caller}: `{self.name}`: {there[0]}, which it does not support; choose other layers")
 
     @property
