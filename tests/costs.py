@@ -68,7 +68,7 @@ def multiply_adds(module: nn.Module, inputs: Tensor) -> int:
                 setattr(layer, name, nn.Identity())
         layer.register_forward_hook(count)
     scans = "weightscope.networks.sequences"
-    with patch(f"{scans}.selective_scan", lambda x, *_: x), patch(f"{scans}.block_scan", lambda x, *_: x):
+    with patch(f"{scans}.selective_scan", lambda x, *_, **__: x), patch(f"{scans}.block_scan", lambda x, *_: x):
         shapes(inputs.to(dtype) if inputs.is_floating_point() else inputs)
     return total
 

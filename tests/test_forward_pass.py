@@ -226,6 +226,11 @@ class Positions(Attention):
 
 def turned(t: torch.Tensor, kind: str) -> torch.Tensor:
     """Rotary positions of (b, h, n, d), as they are written out in several codes."""
+    if kind == "all but a class token":  # DINOv3: no angle is zero, and its sines may be larger than its cosines
+        angles = (torch.arange(1, 2 * t.shape[-2] - 1, 2)[:, None] * torch.tensor([1.57, 1.57, 1.57, 0.3])).repeat(1, 2)
+        x, y = t[..., 1:, :].chunk(2, -1)
+        rest = t[..., 1:, :] * angles.cos() + torch.cat([-y, x], -1) * angles.sin()
+        return torch.cat([t[..., :1, :], rest], -2)
     c, s = (
         f(torch.arange(t.shape[-2])[:, None] * 10.0 ** -torch.arange(t.shape[-1] // 2)) for f in (torch.cos, torch.sin)
     )
@@ -300,7 +305,7 @@ class Changed(Attention):
         return [functools.partial(nn.functional.linear, weight=w, bias=b) for w, b in zip(weights, biases, strict=True)]
 
 
-ROTATIONS = ("halves", "other sign", "pairs", "complex", "stretched")
+ROTATIONS = ("halves", "other sign", "pairs", "complex", "stretched", "all but a class token")
 CHANGED = {
     "gain below a bias": "the queries are not what",
     "batch norm": "the queries are not what",

@@ -166,7 +166,7 @@ class ExchangeableCovariance(Result):
                 raise UsageError(f"groups: no covariance over {' x '.join(groups)}; there are {labels}")
             found = there[frozenset(groups)]
         networks = f"{self.n} network{'s' if self.n > 1 else ''}"
-        title = f"Correlation over {self._named(found.kind.groups)}: {found.samples:,} samples from {networks}"
+        title = f"Correlation over {self._named(found.kind.groups)}, {found.samples:,} samples from {networks}"
         correlation = found.correlation()
         constant = found.covariance.diagonal() <= 0
         correlation[constant], correlation[:, constant] = np.nan, np.nan

@@ -600,11 +600,13 @@ class Tracer(Dispatch):
         node.stream = self._streams.setdefault(key, len(self.nodes))
         self._new(out, node)
 
-    def _factor(self, x: Tensor, codes: Tensor) -> tuple[bool, float]:
-        """Larger for cosines than for sines, which are zero at the first token, whatever they multiply; the mean."""
+    def _factor(self, x: Tensor, codes: Tensor) -> tuple[bool, bool, float]:
+        """Larger for cosines than for sines, which are zero at the first token and turn halves round; their mean."""
         made = self.node(int(codes.max()) >> BITS).out.flatten()[codes & ENTRY]
         factors = (x.expand(codes.shape) / made).abs()
-        return not bool((factors == 0).any()), float(factors.nanmean())
+        axis = self._axis(codes)
+        ordered = axis is not None and bool((self.vector(codes, axis).diff() > 0).all())
+        return not bool((factors == 0).any()), ordered, float(factors.nanmean())
 
     def _of_tokens(self, origin: Origin) -> bool:
         """Whether both sides of a product are maps of activations."""

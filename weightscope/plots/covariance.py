@@ -52,7 +52,7 @@ def covariance_map(
     for its rows; a tensor that is not listed is one group. A diagonal of `"mask"` leaves the variances of single
     coordinates out: it is white or, when averaging, the mean over pairs of different coordinates. With groups, all
     cells are then such means, and set the colours. Cells whose absolute value is below `within`, a number or one for
-    each cell, are white, and so is then the diagonal (see `chance`).
+    each cell, are white, and so is then the diagonal (see `chance`); the title gets the share of the others.
 
     Example:
         >>> found = covariance(population, "*.mlp.fc?.weight")
@@ -108,7 +108,9 @@ def covariance_map(
         text += f"; each cell is a mean over {factor} × {factor}"
     if within is not None:
         share = beyond.sum() / max(1, finite.sum() - size)
-        text += f"; coloured: {100 * share:.2g} % of the cells, of independent ones {100 * CHANCE:g} % would be"
+        text += "; cells within chance are white"
+        if title is not None:
+            title += f": {100 * share:.2g} % beyond chance (independent: {100 * CHANCE:g} %)"
     if (many := int(constant.sum())) > 0:
         text += f"; {many:,} constant {'one is' if many == 1 else 'ones are'} grey"
     ax.set_xlabel(wrap(f"{text}; {remark}" if remark else text, side), fontsize=SMALL, color=theme.MUTED)
