@@ -33,7 +33,7 @@ docs: $(INSTALLED)
 	$(BIN)/pip install --quiet -c constraints.txt -e ".[docs]"
 	$(BIN)/mkdocs build --strict
 
-# 25 minutes on 2 quiet cores, by estimate, one script after the other; a script that fails does not stop the others, and is named.
+# 20 to 30 minutes on 2 quiet cores, one script after the other; a script that fails does not stop the others, and is named.
 # `make bench RESULTS=FOLDER` and `python benchmarks/reporting.py benchmarks/results FOLDER` show what is slower than before.
 RESULTS ?= benchmarks/results
 BENCHMARKS = population agreement waiting covariance initialisers covariance_large exchangeable kronecker sweep products \
