@@ -63,6 +63,15 @@ def test_the_stored_table_has_every_audit_no_false_alarm_and_no_untouched_networ
         assert stats.binom.cdf(caught, row["networks"], row["powers"][row["error"]]) > 1e-4, row
 
 
+def test_an_error_of_one_product_is_not_caught_by_the_other():
+    model = ViT(8, 4, 64, 2, 2, 5, in_channels=1)
+    wi.mimetic_attention_(model, generator=seeded())
+    powers = [(check.part, check.power) for check in audit(model, "mimetic_attention").checks if check.power]
+    for part, other in (("qk", "vo"), ("vo", "qk")):
+        mine, wrong = ([power[error_in(f"beta_{name}")] for p, power in powers if p == part] for name in (part, other))
+        assert max(mine) > 0.5 > 1e-3 > max(wrong)
+
+
 def test_the_report_prints_what_it_would_catch_and_what_not():
     model = ViT(32, 8, 96, 2, 3, 10)
     wi.mimetic_attention_(model, generator=seeded())

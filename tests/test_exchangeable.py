@@ -353,7 +353,7 @@ def test_layers_of_a_safetensors_file_are_in_the_order_of_their_numbers(tmp_path
     order = [view.name for view in found.types[0].kind.views if view.name.endswith("norm1.bias")]
     assert order == [f"blocks.{i}.norm1.bias" for i in range(11)]
     figure = found.plot()
-    assert any(text.get_text().endswith("from 1 network") for text in figure.findobj(Text))
+    assert any("from 1 network: " in text.get_text() for text in figure.findobj(Text))
 
 
 def test_fit_compares_it_over_a_whole_network() -> None:

@@ -248,7 +248,7 @@ def test_layers_are_counted_where_a_block_is_absent():
     assert depths == pytest.approx([0, 2 / 3, 1, 0, 1 / 2, 1])
 
 
-@pytest.mark.parametrize(("widths", "over"), [((8,), "channels:"), ((8, 16), "channels 0 of 2:")])
+@pytest.mark.parametrize(("widths", "over"), [((8,), "channels,"), ((8, 16), "channels 0 of 2,")])
 def test_the_picture_of_a_whole_network_says_which_channels(widths, over):
     figure = covariance_exchangeable(ConvNeXt(widths, (1,) * len(widths))).plot().figure
     assert figure.get_suptitle().startswith(f"Correlation over {over}")

@@ -88,7 +88,7 @@ def _errors(p: dict[str, Any]) -> dict[str, dict[str, Any]]:
     found = _numbers(p)
     wanted = ("qk", "vo") if p["parts"] == "both" else (p["parts"],)
     wrong = {n: x for n, x in found.items() if x and n[-2:] in wanted}
-    return {error_in(n): p | found | {"preset": None, "parts": n[-2:], n: 1.2 * x} for n, x in wrong.items()}
+    return {error_in(n): p | found | {"preset": None, n: 1.2 * x} for n, x in wrong.items()}
 
 
 @EXPECTATIONS.register(
