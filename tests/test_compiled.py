@@ -14,6 +14,7 @@ from other_machines import PLAINEST, run_tests
 
 from weightscope.errors import UsageError
 from weightscope.networks import ConvNeXt, ViT
+from weightscope.networks.scans import selective_scan
 from weightscope.training.collection import collect
 from weightscope.training.kernels import build, functions
 from weightscope.training.many_networks import BatchedNetworks
@@ -136,6 +137,23 @@ def test_transformer_blocks_equal_torch(t, c, heads, n, batch, count, dtype):
 
 
 @needs_compiler
+@needs_compiler
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize(("tokens", "channels", "states"), [(1, 1, 1), (9, 16, 3), (40, 37, 16)])
+def test_scans_equal_torch(tokens, channels, states, dtype):
+    """Of few and many channels, some of which fill no vector, and states that have decayed."""
+    shape = 2, tokens, channels
+    x, delta, rates = (
+        draw(*shape, dtype=dtype),
+        draw(*shape, dtype=dtype, seed=1).abs(),
+        draw(channels, states, dtype=dtype),
+    )
+    b, c = (draw(2, tokens, states, dtype=dtype, seed=seed) for seed in (2, 3))
+    inputs = [value.requires_grad_() for value in (x, delta, -30 * rates.square(), b, c)]
+    found = selective_scan(*inputs, kernel=(functions.scan, functions.scan_backward))
+    assert_agree(found, selective_scan(*inputs), inputs, 5 * TYPES[dtype])
+
+
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 @pytest.mark.parametrize("case", [case for case in FILTERS if case[1] > 1], ids=str)  # more than one position
 def test_spatial_mixing_of_convmixers_equals_torch(case, dtype):

@@ -158,7 +158,7 @@ def _open_temporary(path: Path) -> tuple[Path, BinaryIO]:
         temporary = path.with_name(f".{path.name[:200]}.{ours}")
         file = open(temporary, "x+b")  # noqa: SIM115
         with contextlib.suppress(OSError):  # a file system without locks
-            fcntl.flock(file.fileno(), fcntl.LOCK_EX)  # a process that sweeps holds it for a moment
+            fcntl.flock(file.fileno(), fcntl.LOCK_EX)  # a process that sweeps holds it briefly
         if os.fstat(file.fileno()).st_nlink:  # else another process swept it between creation and lock
             return temporary, file
         file.close()
